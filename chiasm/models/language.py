@@ -1,0 +1,196 @@
+"""The language half of a checkpoint: decoder, tokenizer, template, and its contract on images."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from chiasm.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint, read_json
+from chiasm.models.contract import ImageContract
+from chiasm.models.families import family_of
+from chiasm.models.half import brief, load_config, load_half
+from chiasm.models.identity import feature_type, identity_of
+
+CHAT_TEMPLATE_FILE = "chat_template.json"
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json suggests; None where it says nothing."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class LanguageHalf:
+    """The text decoder of one checkpoint and what goes with it.
+
+    Attributes:
+        model: the whole model's class with the vision modules absent.
+        decoder: the bare decoder, e.g. `LlamaModel`: embeddings in, hidden states out.
+        embed_tokens: token ids `[...]` to `[..., width]`.
+        lm_head: hidden states `[..., width]` to logits `[..., vocab_size]`.
+        image_token: the placeholder as the chat template writes it, once an image.
+        image_token_id: its id, repeated `placeholder_count` times before the model runs.
+        eos_ids: ids that end an answer.
+        context_length: prompt and answer together, in tokens.
+        contract: what the model itself says about image embeddings.
+    """
+
+    family: str
+    model: PreTrainedModel
+    decoder: nn.Module
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+    tokenizer: PreTrainedTokenizerFast
+    chat_template: str
+    image_token: str
+    image_token_id: int
+    eos_ids: tuple[int, ...]
+    context_length: int
+    width: int
+    layer_count: int
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+    vocab_size: int
+    generation: GenerationDefaults
+    contract: ImageContract
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        model_id: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        encoder_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Load decoder and head only; tower and projector never touch memory.
+
+        `encoder_dtype` is the type the encoders run in, by default the decoder's own.
+
+        Raises:
+            CheckpointError: the directory is incomplete, damaged or of a family that is not served.
+        """
+        checkpoint = open_checkpoint(directory)
+        family = family_of(checkpoint.model_type)
+        encoder_type = feature_type(str(encoder_dtype or dtype).removeprefix("torch."))
+        identity = identity_of(checkpoint, encoder_type, model_id)
+        config = load_config(checkpoint, family)
+        tokenizer = _load_tokenizer(checkpoint)
+        model: Any = load_half(checkpoint, config, family.vision_modules, dtype, device)
+        text = config.text_config
+        _check_width(checkpoint, text.hidden_size, identity.width)
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(
+            family=family.model_type,
+            model=model,
+            decoder=model.get_decoder(),
+            embed_tokens=model.get_input_embeddings(),
+            lm_head=model.get_output_embeddings(),
+            tokenizer=tokenizer,
+            chat_template=_chat_template(checkpoint, tokenizer),
+            image_token=_image_token(checkpoint, config, tokenizer),
+            image_token_id=config.image_token_id,
+            eos_ids=_eos_ids(checkpoint, config, tokenizer),
+            context_length=text.max_position_embeddings,
+            width=text.hidden_size,
+            layer_count=text.num_hidden_layers,
+            head_count=text.num_attention_heads,
+            kv_head_count=text.num_key_value_heads,
+            head_dim=head_dim,
+            vocab_size=text.vocab_size,
+            generation=_generation_defaults(checkpoint.generation_settings()),
+            contract=family.contract(config, identity),
+        )
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            checkpoint.directory, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise CheckpointError(
+            f"{checkpoint.directory}: transformers cannot load its tokenizer ({brief(error)}); "
+            "it needs tokenizer.json and tokenizer_config.json"
+        ) from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"{checkpoint.directory} has no fast tokenizer; add its tokenizer.json"
+        )
+    fast: PreTrainedTokenizerFast = tokenizer
+    return fast
+
+
+def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> str:
+    template: Any = tokenizer.chat_template
+    legacy = checkpoint.directory / CHAT_TEMPLATE_FILE
+    if not template and legacy.is_file():
+        template = read_json(legacy).get("chat_template")
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if not isinstance(template, str) or not template:
+        raise CheckpointError(
+            f"{checkpoint.directory} has no chat template; add chat_template.jinja from the "
+            "checkpoint's publisher"
+        )
+    return template
+
+
+def _image_token(
+    checkpoint: Checkpoint, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> str:
+    token_id = config.image_token_id
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    if added is None or not 0 <= token_id < config.text_config.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.directory}: config.json's image token {token_id} is no added token of "
+            "the tokenizer; take both files from one checkpoint"
+        )
+    return str(added.content)
+
+
+def _eos_ids(
+    checkpoint: Checkpoint, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> tuple[int, ...]:
+    stated = (
+        checkpoint.generation_settings().get("eos_token_id"),
+        getattr(config.text_config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    )
+    for ids in stated:
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    raise CheckpointError(
+        f"{checkpoint.directory} states no token that ends an answer; add eos_token_id to "
+        "generation_config.json"
+    )
+
+
+def _check_width(checkpoint: Checkpoint, decoder_width: int, row_width: int) -> None:
+    if decoder_width != row_width:
+        raise CheckpointError(
+            f"{checkpoint.directory}: its projector makes rows {row_width} wide, its decoder takes "
+            f"{decoder_width}; fetch config and weights of one and the same checkpoint"
+        )
+
+
+def _generation_defaults(settings: Mapping[str, Any]) -> GenerationDefaults:
+    return GenerationDefaults(
+        do_sample=settings.get("do_sample"),
+        temperature=settings.get("temperature"),
+        top_p=settings.get("top_p"),
+        top_k=settings.get("top_k"),
+        max_new_tokens=settings.get("max_new_tokens"),
+    )
