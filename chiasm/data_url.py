@@ -21,8 +21,8 @@ DataUrlCode: TypeAlias = Literal[
 ]
 
 _SCHEME: Final = re.compile(r"\s*data:", re.IGNORECASE)
-_TOKEN: Final = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
-_MEDIA_TYPE: Final = re.compile(f"{_TOKEN}/{_TOKEN}")
+_WORD: Final = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+_MEDIA_TYPE: Final = re.compile(f"{_WORD}/{_WORD}")
 _MAX_HEAD: Final = 1024  # characters before the comma
 _FORM: Final = "data:image/png;base64,<data>"
 _BLANKS: Final = b" \t\r\n\f\v"

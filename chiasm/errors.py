@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "chiasm"
@@ -226,6 +226,3 @@ def _pack(status: status_pb2.Status, detail: Any) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)
-
-
-assert code_pb2.INVALID_ARGUMENT == _C.INVALID_ARGUMENT.value[0]

@@ -62,7 +62,8 @@ class ImageLimits:
 
     `max_bytes`: of the encoded file. `max_pixels`: width x height; the default lets 24-megapixel
     cameras through and holds a decode under about 600 MB at its peak (4 bytes a pixel, three
-    copies and an alpha). `max_side`: pixels. `background`: RGB, 0 to 255, shown through transparent pixels.
+    copies and an alpha). `max_side`: pixels. `background`: RGB, 0 to 255, shown through
+    transparent pixels.
     """
 
     max_bytes: int = 20 * 2**20
@@ -402,7 +403,7 @@ def _declared_orientation(opened: ImageFile.ImageFile, raw: bytes) -> int:
         opened.info["exif"] = late
     try:  # the base method: PNG's own would decode the pixels to look behind them
         value = Image.Image.getexif(opened).get(ExifTags.Base.Orientation, 1)
-    except Exception:  # noqa: BLE001 - the metadata reader raises any type, as decoders do
+    except Exception:  # the metadata reader raises any type, as decoders do
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 

@@ -1,4 +1,4 @@
-"""Logs (one line a request a process, JSON or console) and metrics (Prometheus) of every process."""
+"""Logs (one line a request a process, JSON or console) and Prometheus metrics of every process."""
 
 import logging
 import sys

@@ -1,7 +1,7 @@
 """Channels, and calls that send and receive `Wired` messages without copying tensors."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from chiasm import wire
 from chiasm.errors import from_rpc_error
 from chiasm.rpc import limits
+from chiasm.rpc.context import value_of
 from chiasm.v1 import encoder_service_pb2, llm_service_pb2
 
 Request = TypeVar("Request", bound=Message)
@@ -71,6 +72,41 @@ def told_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
 
 
+class OpenStream(Generic[Response]):
+    """A server stream in hand, for a caller that must know whether it was accepted before it reads.
+
+    Iterate it once, and `cancel` it whatever happened: a stream left alone goes on.
+    """
+
+    def __init__(self, call: Any, read: Callable[[bytes], wire.Wired[Response]]) -> None:
+        self._call = call
+        self._read = read
+        self._first: list[bytes] = []
+
+    async def accepted(self) -> None:
+        """Waits until the server says that an answer will come. Raises ChiasmError if none will.
+
+        Our servers say it by headers that name the request; others by their first message.
+        """
+        with told_errors():
+            if value_of(await self._call.initial_metadata(), limits.REQUEST_ID) is not None:
+                return
+            received = await self._call.read()
+            if received is not grpc.aio.EOF:
+                self._first.append(received)
+
+    async def __aiter__(self) -> AsyncIterator[wire.Wired[Response]]:
+        for received in self._first:
+            yield self._read(received)
+        with told_errors():
+            while (received := await self._call.read()) is not grpc.aio.EOF:
+                yield self._read(received)
+
+    def cancel(self) -> None:
+        """Ends the call at once, here and at the server; harmless after its end."""
+        self._call.cancel()
+
+
 class Method(Generic[Request, Response]):
     """One method of a service: its path and the types of its messages."""
 
@@ -112,6 +148,19 @@ class Method(Generic[Request, Response]):
                     yield self.read(received)
         finally:
             call.cancel()
+
+    def open_stream(
+        self,
+        channel: grpc.aio.Channel,
+        request: wire.Wired[Request],
+        *,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+    ) -> OpenStream[Response]:
+        """A server stream whose acceptance and messages are awaited apart."""
+        send: Any = channel.unary_stream(self.path, None, None)
+        call = send(wire.serialize(request), timeout=timeout, metadata=metadata)
+        return OpenStream(call, self.read)
 
     def call_sync(
         self,

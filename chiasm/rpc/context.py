@@ -23,6 +23,6 @@ def value_of(metadata: Iterable[tuple[str, str | bytes]] | None, key: str) -> st
     return None
 
 
-def seconds_left(deadline: float | None) -> float | None:
-    """Seconds until `deadline` (time.monotonic); None for none. May be negative."""
-    return None if deadline is None else deadline - time.monotonic()
+def seconds_left(deadline: float) -> float:
+    """Seconds until `deadline` (time.monotonic); negative when it has passed."""
+    return deadline - time.monotonic()

@@ -38,6 +38,8 @@ class Call:
     request_id: str
     # time.monotonic() at which the caller gives up; None: never.
     deadline: float | None
+    # Sends the reply's headers: the request is checked and admitted, an answer will come.
+    accept: Callable[[], Awaitable[None]]
     # Written by the method, read by the log line of the call. Never holds content.
     notes: dict[str, object]
 
@@ -196,7 +198,9 @@ class Server:
         self, name: str, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[Call]:
         request_id = accepted_request_id(value_of(context.invocation_metadata(), limits.REQUEST_ID))
-        call = Call(request_id, _deadline_of(context), {})
+        headers = ((limits.REQUEST_ID, request_id),)
+        accept = _once(lambda: context.send_initial_metadata(headers))
+        call = Call(request_id, _deadline_of(context), accept, {})
         with telemetry.request_context(request_id), self._recorded(name, call) as outcome:
             try:
                 yield call
@@ -213,7 +217,7 @@ class Server:
                 outcome.tell(error)
             except Exception:
                 failure = outcome.bug()
-            context.set_trailing_metadata(((limits.REQUEST_ID, request_id),))
+            context.set_trailing_metadata(headers)
             await context.abort_with_status(rpc_status.to_status(to_status(failure)))
 
     @contextmanager
@@ -317,6 +321,18 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         # A second server on a used port must fail, not share its calls.
         ("grpc.so_reuseport", 0),
     ]
+
+
+def _once(send: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    sent = False
+
+    async def send_first_time() -> None:
+        nonlocal sent
+        if not sent:
+            sent = True
+            await send()
+
+    return send_first_time
 
 
 def _deadline_of(context: "grpc.aio.ServicerContext[Any, Any]") -> float | None:

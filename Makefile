@@ -1,0 +1,61 @@
+# Everything runs in a virtual environment of its own (VENV), made or reused.
+# CPU-only machines: torch is pinned to a version whose CPU build is small; on a GPU machine set
+# TORCH="torch" (or any version) before the first run.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One thread a matrix product: tests run many small models, and two cores are shared.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help demo up test check format proto train evaluate bench clean
+
+help: ## Show this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+demo: $(STAMP) ## Start all three services, ask about a picture in two ways, stop.
+	@$(BIN)/chiasm demo
+
+up: $(STAMP) ## Start all three services with the demo model and keep them running.
+	@$(BIN)/chiasm up
+
+test: $(STAMP) ## Run all tests, with real servers on free ports.
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+check: $(STAMP) ## Formatting, lint, types, import contracts, schema lint.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd proto && ../$(BIN)/buf lint
+
+format: $(STAMP) ## Format the code.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(STAMP) ## Regenerate the stubs under chiasm/v1 from proto/.
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
+
+train: $(STAMP) ## Train the demo model anew (under an hour on two cores).
+	$(BIN)/python -m demo_model.train --out demo_model/checkpoint
+
+evaluate: $(STAMP) ## Print how often the demo model answers rightly, by kind of question.
+	$(BIN)/python -m demo_model.evaluate --model demo_model/checkpoint
+
+bench: $(STAMP) ## Measure the tensor codec against a plain copy.
+	$(BIN)/python -m benchmarks.codec
+
+clean: ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(STAMP): pyproject.toml
+	@echo "== virtual environment in $(VENV) (first time: some minutes, about 1.5 GB)"
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Chiasm needs Python 3.11 to 3.13; this is %d.%d: run make PYTHON=python3.12" % v)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "== torch"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --progress-bar on -q "$(TORCH)"
+	@echo "== the other packages"
+	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $(STAMP)
+	@echo "== installed"

@@ -1,0 +1,339 @@
+"""The Python client for internal services: `Client` blocks, `AsyncClient` awaits.
+
+    from chiasm import Client
+    from chiasm.conversation import user
+
+    with Client(llm="127.0.0.1:50051", encoder="127.0.0.1:50061") as client:
+        picture = client.encode(Path("cat.png"))
+        print(client.generate([user("What is this?", picture)]).text)
+
+Every failure is a `chiasm.ChiasmError` with its reason, its field and, where a later try may help,
+`retry_after`.
+"""
+
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from chiasm import wire
+from chiasm.conversation import (
+    Embedding,
+    Message,
+    Sampling,
+    embedding_from_wire,
+    encode_request,
+    messages_to_wire,
+)
+from chiasm.errors import ChiasmError, Reason
+from chiasm.rpc import limits
+from chiasm.rpc.channel import EncoderMethods, LlmMethods, open_channel, open_sync_channel
+from chiasm.v1 import llm_service_pb2
+
+_S = llm_service_pb2
+_DEFAULT_SAMPLING = Sampling()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of a stream, and its tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a stream, or a whole answer.
+
+    Attributes:
+        text: the whole text.
+        finish_reason: stop or length.
+        usage: prompt, text, image, cached and completion tokens.
+        timings: stage times, in seconds.
+        image_paths: how the features of each picture were had, in prompt order.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: llm_service_pb2.Usage
+    timings: llm_service_pb2.GenerateTimings
+    image_paths: tuple[llm_service_pb2.ImagePath, ...]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What goes with every call of one client."""
+
+    timeout: float | None
+    request_id: str | None
+    tenant: str
+
+    def options(self) -> dict[str, Any]:
+        metadata = ((limits.REQUEST_ID, self.request_id),) if self.request_id else ()
+        return {"timeout": self.timeout, "metadata": metadata}
+
+
+class Client:
+    """Speaks to an LLM service, an encoder service, or both. Safe to share between threads.
+
+    `timeout` is the deadline of each call in seconds; None waits for as long as the service does.
+    """
+
+    def __init__(
+        self,
+        llm: str | None = None,
+        encoder: str | None = None,
+        *,
+        timeout: float | None = 600,
+        tenant: str = "",
+    ) -> None:
+        self._llm = open_sync_channel(llm) if llm else None
+        self._encoder = open_sync_channel(encoder) if encoder else None
+        self._timeout, self._tenant = timeout, tenant
+
+    def encode(self, picture: bytes | Path, *, request_id: str | None = None) -> Embedding:
+        """The embedding of a picture file."""
+        channel = _present(self._encoder, "encoder")
+        request = encode_request(picture, self._tenant)
+        method = EncoderMethods.ENCODE_IMAGE
+        return embedding_from_wire(
+            method.call_sync(channel, request, **self._call(request_id).options())
+        )
+
+    def generate(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling = _DEFAULT_SAMPLING,
+        *,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> Answer:
+        """The whole answer to a conversation."""
+        answer: Answer | None = None
+        stream = self.stream(messages, sampling, model=model, request_id=request_id)
+        with closing(stream):
+            for event in stream:
+                if isinstance(event, Answer):
+                    answer = event
+        return _ended(answer)
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling = _DEFAULT_SAMPLING,
+        *,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> Generator[Delta | Answer, None, None]:
+        """Deltas as they come, then the Answer. Closing the iterator cancels the call."""
+        request = _generate_request(messages, sampling, model, self._tenant)
+        channel = _present(self._llm, "llm")
+        options = self._call(request_id).options()
+        return _assembled(LlmMethods.GENERATE.stream_sync(channel, request, **options))
+
+    def count_tokens(
+        self, messages: Sequence[Message], *, model: str = ""
+    ) -> llm_service_pb2.CountTokensResponse:
+        """Counts a prompt; nothing is encoded."""
+        request = _count_request(messages, model, self._tenant)
+        channel = _present(self._llm, "llm")
+        options = self._call(None).options()
+        return LlmMethods.COUNT_TOKENS.call_sync(channel, request, **options).message
+
+    def get_model(self) -> llm_service_pb2.LlmServiceGetModelResponse:
+        """Describes the loaded model and the service's limits."""
+        request = wire.plain(_S.LlmServiceGetModelRequest())
+        channel = _present(self._llm, "llm")
+        options = self._call(None).options()
+        return LlmMethods.GET_MODEL.call_sync(channel, request, **options).message
+
+    def close(self) -> None:
+        """Closes the connections; running calls are cancelled."""
+        for channel in (self._llm, self._encoder):
+            if channel is not None:
+                channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, request_id: str | None) -> _Call:
+        return _Call(self._timeout, request_id, self._tenant)
+
+
+class AsyncClient:
+    """The awaiting form of `Client`. Make it and close it on one event loop."""
+
+    def __init__(
+        self,
+        llm: str | None = None,
+        encoder: str | None = None,
+        *,
+        timeout: float | None = 600,
+        tenant: str = "",
+    ) -> None:
+        self._llm = open_channel(llm) if llm else None
+        self._encoder = open_channel(encoder) if encoder else None
+        self._timeout, self._tenant = timeout, tenant
+
+    async def encode(self, picture: bytes | Path, *, request_id: str | None = None) -> Embedding:
+        """The embedding of a picture file."""
+        channel = _present(self._encoder, "encoder")
+        request = encode_request(picture, self._tenant)
+        options = self._call(request_id).options()
+        return embedding_from_wire(
+            await EncoderMethods.ENCODE_IMAGE.call(channel, request, **options)
+        )
+
+    async def generate(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling = _DEFAULT_SAMPLING,
+        *,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> Answer:
+        """The whole answer to a conversation."""
+        answer: Answer | None = None
+        stream = self.stream(messages, sampling, model=model, request_id=request_id)
+        async with aclosing(stream):
+            async for event in stream:
+                if isinstance(event, Answer):
+                    answer = event
+        return _ended(answer)
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling = _DEFAULT_SAMPLING,
+        *,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        """Deltas as they come, then the Answer. Closing the iterator cancels the call."""
+        request = _generate_request(messages, sampling, model, self._tenant)
+        channel = _present(self._llm, "llm")
+        options = self._call(request_id).options()
+        return _assembled_async(LlmMethods.GENERATE.stream(channel, request, **options))
+
+    async def count_tokens(
+        self, messages: Sequence[Message], *, model: str = ""
+    ) -> llm_service_pb2.CountTokensResponse:
+        """Counts a prompt; nothing is encoded."""
+        request = _count_request(messages, model, self._tenant)
+        channel = _present(self._llm, "llm")
+        options = self._call(None).options()
+        return (await LlmMethods.COUNT_TOKENS.call(channel, request, **options)).message
+
+    async def get_model(self) -> llm_service_pb2.LlmServiceGetModelResponse:
+        """Describes the loaded model and the service's limits."""
+        request = wire.plain(_S.LlmServiceGetModelRequest())
+        channel = _present(self._llm, "llm")
+        options = self._call(None).options()
+        return (await LlmMethods.GET_MODEL.call(channel, request, **options)).message
+
+    async def close(self) -> None:
+        """Closes the connections; running calls are cancelled."""
+        for channel in (self._llm, self._encoder):
+            if channel is not None:
+                await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _call(self, request_id: str | None) -> _Call:
+        return _Call(self._timeout, request_id, self._tenant)
+
+
+class _Text:
+    """Joins the deltas of one stream."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+
+    def read(self, message: llm_service_pb2.GenerateResponse) -> Iterator[Delta | Answer]:
+        for delta in message.delta.deltas:
+            self._text.append(delta.text)
+            self._token_ids.extend(delta.token_ids)
+            yield Delta(delta.text, tuple(delta.token_ids))
+        if message.HasField("finished"):
+            yield self._answer(message.finished)
+
+    def _answer(self, end: llm_service_pb2.Finished) -> Answer:
+        reason = _S.FinishReason.Name(end.choices[0].reason)
+        return Answer(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=reason.removeprefix("FINISH_REASON_").lower(),
+            usage=end.usage,
+            timings=end.timings,
+            image_paths=tuple(end.image_paths),
+        )
+
+
+def _assembled(responses: Any) -> Generator[Delta | Answer, None, None]:
+    text = _Text()
+    with closing(responses):
+        for response in responses:
+            yield from text.read(response.message)
+
+
+async def _assembled_async(responses: Any) -> AsyncGenerator[Delta | Answer, None]:
+    text = _Text()
+    async with aclosing(responses):
+        async for response in responses:
+            for event in text.read(response.message):
+                yield event
+
+
+def _generate_request(
+    messages: Sequence[Message], sampling: Sampling, model: str, tenant: str
+) -> wire.Wired[llm_service_pb2.GenerateRequest]:
+    buffers = wire.Buffers()
+    message = _S.GenerateRequest(
+        model=model,
+        messages=messages_to_wire(messages, buffers),
+        sampling=sampling.to_wire(),
+        tenant=tenant,
+    )
+    return wire.Wired(message, buffers)
+
+
+def _count_request(
+    messages: Sequence[Message], model: str, tenant: str
+) -> wire.Wired[llm_service_pb2.CountTokensRequest]:
+    buffers = wire.Buffers()
+    wired = messages_to_wire(messages, buffers)
+    return wire.Wired(_S.CountTokensRequest(model=model, messages=wired, tenant=tenant), buffers)
+
+
+def _present(channel: Any, name: str) -> Any:
+    if channel is None:
+        raise ValueError(f"this client was made without an address: pass {name}='host:port'")
+    return channel
+
+
+def _ended(answer: Answer | None) -> Answer:
+    if answer is None:
+        raise ChiasmError(Reason.INTERNAL, "The stream ended without its end.")
+    return answer

@@ -1,0 +1,177 @@
+"""How a Python program writes a conversation, and how it becomes a request.
+
+    [system("Answer with one word."), user("What is this?", Path("cat.png")), assistant("A cat.")]
+
+A part is text (`str`), a picture file (`bytes` or `Path`), an `Embedding` from an encoder, or a
+float array `[rows, width]` of one's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chiasm import tensors, wire
+from chiasm.errors import ChiasmError, Reason, within
+from chiasm.v1 import encoder_service_pb2, image_pb2, llm_service_pb2
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The features of one picture as an encoder gave them.
+
+    Attributes:
+        features: shape `[row_count, width]`.
+        message: all metadata, without the tensor's bytes.
+        source: how the encoder had them: computed, cache or shared.
+        encoder_name: the instance that answered.
+        timings: stage times, in seconds.
+    """
+
+    features: tensors.Array
+    message: image_pb2.ImageEmbedding
+    source: str
+    encoder_name: str
+    timings: encoder_service_pb2.EncodeTimings
+
+    @property
+    def placeholder_count(self) -> int:
+        """Prompt tokens that the picture takes."""
+        return self.message.placeholder_count
+
+    def to_numpy(self) -> npt.NDArray[np.float32]:
+        """The features as float32, shape `[row_count, width]`."""
+        return self.features.to_float32()
+
+
+Part = str | bytes | Path | Embedding | npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation."""
+
+    role: "llm_service_pb2.Role.ValueType"
+    parts: tuple[Part, ...]
+
+
+def system(*parts: Part) -> Message:
+    """Instructions."""
+    return Message(llm_service_pb2.ROLE_SYSTEM, parts)
+
+
+def user(*parts: Part) -> Message:
+    """What the person says, with pictures where they stand in it."""
+    return Message(llm_service_pb2.ROLE_USER, parts)
+
+
+def assistant(*parts: Part) -> Message:
+    """What the model answered before."""
+    return Message(llm_service_pb2.ROLE_ASSISTANT, parts)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is drawn; None leaves a value to the checkpoint and the service."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+
+    def to_wire(self) -> llm_service_pb2.SamplingParameters:
+        """The message; absent values stay absent."""
+        return llm_service_pb2.SamplingParameters(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_token_count=self.max_tokens,
+            min_token_count=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+GREEDY = Sampling(temperature=0)
+
+
+def messages_to_wire(
+    messages: Sequence[Message], buffers: wire.Buffers
+) -> list[llm_service_pb2.Message]:
+    """The messages of a request; pictures and tensors join `buffers` without a copy."""
+    return [_message(number, message, buffers) for number, message in enumerate(messages)]
+
+
+def encode_request(picture: bytes | Path, tenant: str) -> wire.Wired[Any]:
+    """The request that encodes one picture file."""
+    buffers = wire.Buffers()
+    image = image_pb2.Image(data=buffers.put(_file(picture)))
+    message = encoder_service_pb2.EncodeImageRequest(image=image, tenant=tenant)
+    return wire.Wired(message, buffers)
+
+
+def embedding_from_wire(
+    reply: wire.Wired[encoder_service_pb2.EncodeImageResponse],
+) -> Embedding:
+    """The embedding of an encoder's reply, over the reply's own bytes."""
+    message = reply.message
+    with within("embedding.features"):
+        features = tensors.from_wire(
+            message.embedding.features, reply.data(message.embedding.features.data)
+        )
+    bare = image_pb2.ImageEmbedding()
+    bare.CopyFrom(message.embedding)
+    bare.ClearField("features")
+    source = encoder_service_pb2.EncodeSource.Name(message.source)
+    return Embedding(
+        features=features,
+        message=bare,
+        source=source.removeprefix("ENCODE_SOURCE_").lower(),
+        encoder_name=message.encoder_name,
+        timings=message.timings,
+    )
+
+
+def _message(number: int, message: Message, buffers: wire.Buffers) -> llm_service_pb2.Message:
+    parts = []
+    for index, part in enumerate(message.parts):
+        with within(f"messages[{number}].parts[{index}]"):
+            parts.append(_part(part, buffers))
+    return llm_service_pb2.Message(role=message.role, parts=parts)
+
+
+def _part(part: Part, buffers: wire.Buffers) -> llm_service_pb2.Part:
+    if isinstance(part, str):
+        return llm_service_pb2.Part(text=part)
+    if isinstance(part, Embedding):
+        embedding = image_pb2.ImageEmbedding()
+        embedding.CopyFrom(part.message)
+        embedding.features.CopyFrom(tensors.to_wire(part.features, buffers))
+        return llm_service_pb2.Part(embedding=embedding)
+    if isinstance(part, np.ndarray):
+        features = tensors.to_wire(tensors.from_numpy(part), buffers)
+        return llm_service_pb2.Part(embedding=image_pb2.ImageEmbedding(features=features))
+    return llm_service_pb2.Part(image=image_pb2.Image(data=buffers.put(_file(part))))
+
+
+def _file(picture: bytes | Path) -> bytes:
+    if isinstance(picture, Path):
+        return picture.read_bytes()
+    if isinstance(picture, bytes):
+        return picture
+    raise ChiasmError(
+        Reason.REQUEST_INVALID,
+        "A part is text, a picture's bytes or Path, an Embedding or a numpy array.",
+    )

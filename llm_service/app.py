@@ -1,0 +1,195 @@
+"""Starts, proves, serves and stops the LLM service."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from chiasm import settings as settings_reader
+from chiasm import telemetry, torch_tensors
+from chiasm.models.language import LanguageHalf
+from chiasm.models.vision import VisionHalf
+from chiasm.rpc.server import Server, serve
+from llm_service.engine.engine import EmbeddedEngine, Engine
+from llm_service.engine.values import (
+    DecoderParts,
+    Event,
+    Failed,
+    Finished,
+    Prompt,
+    SamplingParams,
+    TokenDecoder,
+)
+from llm_service.metrics import EngineCollector, LlmMetrics
+from llm_service.pictures import PictureReader
+from llm_service.servicer import LlmServicer
+from llm_service.settings import LlmSettings
+from llm_service.vision.local import LocalTower
+from llm_service.vision.pool import EncoderPool
+from llm_service.vision.source import NoVision, VisionSource
+
+_PROOF_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A service that is ready to answer."""
+
+    server: Server
+    servicer: LlmServicer
+    engine: Engine
+    # Set when the model is broken for good: the process must end.
+    broken: asyncio.Event
+    metrics_port: int | None
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+
+async def run(settings: LlmSettings) -> int:
+    """Serves until a signal; returns the process's exit code.
+
+    Raises CheckpointError for a directory that cannot be served and OSError for a taken port.
+    """
+    telemetry.logger().info("settings", **settings_reader.shown(settings))
+    async with running(settings) as service:
+        ready = {"event": "ready", "service": "llm", "port": service.port}
+        print(json.dumps(ready | {"metrics_port": service.metrics_port}), flush=True)
+        return await serve(service.server, service.broken)
+
+
+@asynccontextmanager
+async def running(settings: LlmSettings) -> AsyncIterator[Running]:
+    """A service in this process: loaded, proved by one real answer, listening and SERVING."""
+    torch.set_num_threads(settings.torch_threads)
+    registry = telemetry.new_registry()
+    model = await asyncio.to_thread(_load_language, settings)
+    with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
+        vision = await _open_vision(settings, model, workers)
+        try:
+            servicer = _servicer(settings, model, engine, vision, workers, LlmMetrics(registry))
+            server = Server(settings.server, servicer.service(), registry)
+            with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as port:
+                await server.start()
+                await asyncio.to_thread(_prove, engine, model)
+                await server.ready()
+                yield Running(server, servicer, engine, broken, port)
+                await server.abort()
+        finally:
+            await vision.close()
+
+
+def _load_language(settings: LlmSettings) -> LanguageHalf:
+    encoder_dtype = settings.encoder_dtype or settings.dtype
+    return LanguageHalf.load(
+        settings.model,
+        model_id=settings.served_name,
+        dtype=torch_tensors.dtype_of(settings.dtype),
+        device=settings.device,
+        encoder_dtype=torch_tensors.dtype_of(encoder_dtype),
+    )
+
+
+async def _open_vision(
+    settings: LlmSettings, model: LanguageHalf, workers: Executor
+) -> VisionSource:
+    if settings.vision == "none":
+        return NoVision()
+    if settings.vision == "remote":
+        return EncoderPool(settings.encoder_targets, model.contract)
+    half = await asyncio.to_thread(_load_vision, settings)
+    return LocalTower(half, settings.image_limits, workers)
+
+
+def _load_vision(settings: LlmSettings) -> VisionHalf:
+    return VisionHalf.load(
+        settings.model,
+        model_id=settings.served_name,
+        dtype=torch_tensors.dtype_of(settings.encoder_dtype or settings.dtype),
+        device=settings.device,
+    )
+
+
+@contextmanager
+def _workers(settings: LlmSettings) -> Iterator[Executor]:
+    workers = ThreadPoolExecutor(settings.decode_workers, "worker")
+    try:
+        yield workers
+    finally:
+        workers.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _engine(
+    settings: LlmSettings, model: LanguageHalf, registry: CollectorRegistry
+) -> Iterator[tuple[EmbeddedEngine, asyncio.Event]]:
+    loop, broken = asyncio.get_running_loop(), asyncio.Event()
+    engine = EmbeddedEngine(
+        decoder_parts(settings, model),
+        cast(TokenDecoder, model.tokenizer),
+        settings.engine,
+        on_fatal=lambda: _tell(loop, broken),
+    )
+    registry.register(EngineCollector(engine.stats))
+    engine.start()
+    try:
+        yield engine, broken
+    finally:
+        engine.stop()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, broken: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(broken.set)
+
+
+def decoder_parts(settings: LlmSettings, model: LanguageHalf) -> DecoderParts:
+    """The language half as the engine takes it."""
+    return DecoderParts(
+        model=model.decoder,
+        embed_tokens=model.embed_tokens,
+        lm_head=model.lm_head,
+        layer_count=model.layer_count,
+        kv_head_count=model.kv_head_count,
+        head_dim=model.head_dim,
+        eos_ids=model.eos_ids,
+        context_length=model.context_length,
+        dtype=torch_tensors.dtype_of(settings.dtype),
+        device=settings.device,
+    )
+
+
+def _servicer(
+    settings: LlmSettings,
+    model: LanguageHalf,
+    engine: Engine,
+    vision: VisionSource,
+    workers: Executor,
+    metrics: LlmMetrics,
+) -> LlmServicer:
+    pictures = PictureReader(
+        model.contract, settings.image_limits, settings.max_request_pixels, vision, workers
+    )
+    return LlmServicer(settings, model, engine, pictures, workers, metrics)
+
+
+def _prove(engine: Engine, model: LanguageHalf) -> None:
+    """Generates two tokens for real: a service is ready when it has answered."""
+    ended = threading.Event()
+
+    def publish(event: Event) -> None:
+        if isinstance(event, Finished | Failed):
+            ended.set()
+
+    prompt = Prompt((model.eos_ids[0], model.eos_ids[0]))
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.submit("start", prompt, sampling, None, publish)
+    if not ended.wait(_PROOF_SECONDS):
+        raise TimeoutError("the engine did not answer its first prompt")

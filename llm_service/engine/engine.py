@@ -1,0 +1,407 @@
+"""The embedded engine: one thread that schedules, runs and publishes."""
+
+import itertools
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import torch
+
+from chiasm.telemetry import logger
+from llm_service.engine.block_pool import BlockPool
+from llm_service.engine.refusals import EngineBusy, EngineStopped, PromptInvalid, PromptTooLong
+from llm_service.engine.runner import Runner
+from llm_service.engine.sampler import sample
+from llm_service.engine.scheduler import Scheduler, Step
+from llm_service.engine.sequence import Sequence
+from llm_service.engine.values import (
+    DecoderParts,
+    EngineSettings,
+    EngineStats,
+    Event,
+    Failed,
+    FailureReason,
+    ImageSpan,
+    Prompt,
+    Publish,
+    SamplingParams,
+    Ticket,
+    TokenDecoder,
+)
+
+
+class Engine(Protocol):
+    """What the service needs of an engine."""
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def context_length(self) -> int: ...
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        deadline: float | None,
+        publish: Publish,
+    ) -> Ticket: ...
+    def cancel(self, ticket: Ticket) -> None: ...
+    def stats(self) -> EngineStats: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class ModelBroken(Exception):
+    """The decoder computes nothing any more, not even one known token."""
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    key: int
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class _Cancelled:
+    key: int
+
+
+@dataclass(frozen=True)
+class _Stopped:
+    pass
+
+
+_Order = _Submitted | _Cancelled | _Stopped
+
+
+@dataclass
+class _Totals:
+    tokens_generated: int = 0
+    prefill_tokens: int = 0
+    steps: int = 0
+    cancelled: int = 0
+
+
+class EmbeddedEngine:
+    """Continuous batching over one decoder, on a thread of its own.
+
+    `submit`, `cancel` and `stats` may be called from any thread; events are published on the
+    engine's. A request ends with exactly one Finished or Failed, after its blocks are free.
+
+    Raises:
+        UnsupportedDecoder: the decoder needs what paged attention does not do.
+        ModelBroken: it cannot compute a single token.
+        ValueError: `kv_bytes` holds no block.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderParts,
+        detokenizer_tokenizer: TokenDecoder,
+        settings: EngineSettings,
+        *,
+        on_fatal: Callable[[], None],
+    ) -> None:
+        self._decoder = decoder
+        self._tokenizer = detokenizer_tokenizer
+        self._settings = settings
+        self._on_fatal = on_fatal
+        block_count = _block_count(decoder, settings)
+        self._pool = BlockPool(block_count, settings.block_size)
+        self._scheduler = Scheduler(self._pool, settings.step_token_budget, settings.max_running)
+        self._runner = Runner(decoder, block_count, settings.block_size)
+        if not self._runner.probe():
+            raise ModelBroken("the decoder's first logits are not finite")
+        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._sequences: dict[int, Sequence] = {}
+        self._totals = _Totals()
+        self._keys = itertools.count()
+        self._gate = threading.Lock()  # guards the three below
+        self._open = True
+        self._held = 0
+        self._healthy = True
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+
+    @property
+    def healthy(self) -> bool:
+        """False for good once the model is broken."""
+        return self._healthy
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and answer together, at most: the model's limit or the pool's."""
+        return min(self._decoder.context_length, self._scheduler.capacity)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Fails what remains with SHUTTING_DOWN and joins the thread."""
+        with self._gate:
+            self._open = False
+            self._orders.put(_Stopped())
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        elif not self._thread.is_alive():
+            self._end_all("SHUTTING_DOWN")
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        deadline: float | None,
+        publish: Publish,
+    ) -> Ticket:
+        """Queues a request; `publish` gets its events on the engine's thread and must not block.
+
+        Args:
+            deadline: `time.monotonic()` seconds, or None.
+
+        Raises:
+            PromptTooLong, PromptInvalid, EngineBusy, EngineStopped: see `refusals`.
+        """
+        room = self.context_length - len(prompt.token_ids)
+        if room < 1:
+            raise PromptTooLong(len(prompt.token_ids), self.context_length)
+        self._check(prompt, sampling)
+        sequence = Sequence(
+            request_id, prompt, sampling, min(sampling.max_tokens or room, room),
+            self._decoder.eos_ids, deadline, publish, self._tokenizer,
+        )  # fmt: skip
+        return self._enqueue(sequence)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request with CANCELLED before the next step; does nothing once it has ended."""
+        self._orders.put(_Cancelled(ticket.key))
+
+    def stats(self) -> EngineStats:
+        running = self._scheduler.running_count
+        return EngineStats(
+            running=running,
+            waiting=max(self._held - running, 0),
+            blocks_used=self._pool.used_count,
+            blocks_total=self._pool.total,
+            tokens_generated_total=self._totals.tokens_generated,
+            prefill_tokens_total=self._totals.prefill_tokens,
+            steps_total=self._totals.steps,
+            cancelled_total=self._totals.cancelled,
+            preempted_total=self._scheduler.preempted_total,
+        )
+
+    def _check(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        weight: torch.Tensor = self._decoder.embed_tokens.weight  # type: ignore[assignment]
+        vocabulary, width = weight.shape
+        if not prompt.token_ids:
+            raise PromptInvalid("The prompt has no token; send at least one.", "messages")
+        _check_ids(prompt.token_ids, vocabulary, "messages")
+        _check_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
+        _check_images(prompt.images, len(prompt.token_ids), width)
+
+    def _enqueue(self, sequence: Sequence) -> Ticket:
+        key = next(self._keys)
+        with self._gate:
+            if not self._open:
+                raise EngineStopped
+            if self._held >= self._settings.max_running + self._settings.max_waiting:
+                raise EngineBusy(self._settings.max_waiting)
+            self._held += 1
+            self._orders.put(_Submitted(key, sequence))
+        return Ticket(key, sequence.request_id)
+
+    # From here on: the engine's thread.
+
+    def _live(self) -> None:
+        reason: FailureReason = "SHUTTING_DOWN"
+        try:
+            self._serve()
+        except Exception:
+            reason = "INTERNAL"
+            _log_failure("the engine has failed and serves no more")
+            self._healthy = False
+        with self._gate:
+            self._open = False
+        self._end_all(reason)
+        if not self._healthy:
+            self._on_fatal()
+
+    def _serve(self) -> None:
+        while self._take_orders():
+            self._end_overdue()
+            step = self._scheduler.plan()
+            if step.chunks:
+                self._publish(step, self._run(step))
+
+    def _take_orders(self) -> bool:
+        """Applies what came in, waiting only where there is nothing to do; False: stop."""
+        try:
+            while True:
+                if not self._obey(self._orders.get(block=not self._sequences)):
+                    return False
+        except Empty:
+            return True
+
+    def _obey(self, order: _Order) -> bool:
+        match order:
+            case _Submitted(key, sequence):
+                self._sequences[key] = sequence
+                self._scheduler.add(key, len(sequence.token_ids), sequence.longest)
+            case _Cancelled(key):
+                self._end(key, Failed("CANCELLED"))
+            case _Stopped():
+                return False
+        return True
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for key in [key for key, seq in self._sequences.items() if seq.overdue(now)]:
+            self._end(key, Failed("DEADLINE"))
+
+    def _run(self, step: Step) -> dict[int, int | None]:
+        """The sampled token of each sampling sequence; None where a sequence failed."""
+        for chunk in step.chunks:
+            self._sequences[chunk.key].start()
+        try:
+            return self._sampled(step)
+        except Exception:
+            _log_failure("a step failed; its sequences are run one by one")
+            return self._run_apart(step)
+
+    def _sampled(self, step: Step) -> dict[int, int | None]:
+        predictions = self._runner.run(step, self._sequences)
+        tokens: dict[int, int | None] = dict.fromkeys(predictions.keys)
+        finite = predictions.finite()
+        good = [row for row, whole in enumerate(finite) if whole]
+        keys = [predictions.keys[row] for row in good]
+        draws = [self._sequences[key].draw() for key in keys]
+        logits = predictions.logits if all(finite) else predictions.logits[good]
+        if keys:
+            tokens.update(zip(keys, sample(logits, draws), strict=True))
+        return tokens
+
+    def _run_apart(self, step: Step) -> dict[int, int | None]:
+        tokens: dict[int, int | None] = {}
+        failed: list[int] = []
+        for part in step.apart():
+            try:
+                tokens |= self._sampled(part)
+            except Exception:
+                failed.append(part.chunks[0].key)
+                _log_failure("a sequence failed", request_id=self._sequences[failed[-1]].request_id)
+        if len(failed) == len(step.chunks) and not self._probe():
+            raise ModelBroken
+        return tokens | dict.fromkeys(failed)
+
+    def _probe(self) -> bool:
+        try:
+            return self._runner.probe()
+        except Exception:
+            _log_failure("the decoder fails on a known token")
+            return False
+
+    def _publish(self, step: Step, tokens: dict[int, int | None]) -> None:
+        self._scheduler.commit(step)
+        self._count(step)
+        for key, token in tokens.items():
+            if token is None:
+                self._end(key, Failed("INTERNAL"))
+            else:
+                self._advance(key, token)
+
+    def _count(self, step: Step) -> None:
+        self._totals.steps += 1
+        self._totals.prefill_tokens += sum(
+            chunk.length for chunk in step.chunks if self._sequences[chunk.key].generated == 0
+        )
+
+    def _advance(self, key: int, token: int) -> None:
+        sequence = self._sequences[key]
+        delta, reason = sequence.take(token)
+        self._totals.tokens_generated += 1
+        if reason is not None:
+            self._end(key, delta, sequence.finished(reason))
+        elif not _told(sequence, delta):
+            self._end(key)
+
+    def _end(self, key: int, *events: Event) -> None:
+        """Frees what the sequence holds, then publishes its last events."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is None:
+            return
+        try:
+            self._scheduler.remove(key)
+        finally:
+            with self._gate:
+                self._held -= 1
+            for event in events:
+                self._totals.cancelled += event == Failed("CANCELLED")
+                _told(sequence, event)
+
+    def _end_all(self, reason: FailureReason) -> None:
+        for order in _drained(self._orders):
+            if isinstance(order, _Submitted):
+                self._sequences[order.key] = order.sequence
+        for key in list(self._sequences):
+            try:
+                self._end(key, Failed(reason))
+            except Exception:
+                # Nobody may be left waiting, whatever broke.
+                _log_failure("blocks could not be freed")
+
+
+def _log_failure(message: str, request_id: str | None = None) -> None:
+    # As text: a rendering with local variables would print prompts, and takes seconds over tensors.
+    logger().error(message, request_id=request_id, traceback=traceback.format_exc())
+
+
+def _told(sequence: Sequence, event: Event) -> bool:
+    """Publishes; False where the listener is gone, which is no other sequence's concern."""
+    try:
+        sequence.publish(event)
+    except Exception:
+        _log_failure("a listener failed", request_id=sequence.request_id)
+        return False
+    return True
+
+
+def _drained(orders: "SimpleQueue[_Order]") -> Iterator[_Order]:
+    while True:
+        try:
+            yield orders.get_nowait()
+        except Empty:
+            return
+
+
+def _block_count(decoder: DecoderParts, settings: EngineSettings) -> int:
+    values = decoder.layer_count * 2 * decoder.kv_head_count * decoder.head_dim
+    block_bytes = values * settings.block_size * decoder.dtype.itemsize
+    longest = math.ceil(decoder.context_length / settings.block_size)
+    return min(settings.kv_bytes // block_bytes, longest * settings.max_running) + 1
+
+
+def _check_ids(token_ids: tuple[int, ...], vocabulary: int, field: str) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+        raise PromptInvalid(f"Token ids must be at least 0 and below {vocabulary}.", field)
+
+
+def _check_images(images: tuple[ImageSpan, ...], prompt_tokens: int, width: int) -> None:
+    end = 0
+    for number, image in enumerate(images):
+        field = f"images[{number}]"
+        if tuple(image.rows.shape) != (image.length, width) or not image.rows.is_floating_point():
+            found = f"{image.rows.dtype} {list(image.rows.shape)}"
+            raise PromptInvalid(
+                f"Rows must be floats of shape [{image.length}, {width}]; found {found}.", field
+            )
+        if image.start < end or image.length < 1 or image.start + image.length > prompt_tokens:
+            raise PromptInvalid(
+                "Images must be in order, apart, and inside the prompt; found tokens "
+                f"{image.start} to {image.start + image.length} of {prompt_tokens}.",
+                field,
+            )
+        end = image.start + image.length

@@ -1,0 +1,210 @@
+"""What goes into the engine and what comes out of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from chiasm.errors import ChiasmError, Reason
+
+FinishReason = Literal["stop", "length"]
+FailureReason = Literal["DEADLINE", "CANCELLED", "INTERNAL", "SHUTTING_DOWN"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one answer is drawn and when it ends.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: nucleus mass, above 0 up to 1.
+        top_k: likeliest tokens considered; 0 considers all.
+        min_p: least probability relative to the likeliest token, 0 to 1.
+        seed: equal seeds give equal answers whatever else runs; None draws one.
+        max_tokens: most tokens to generate; None is as many as the context holds, and so is more
+            than it holds.
+        min_tokens: tokens before an end-of-sequence token, stop token or stop text counts.
+        stop: texts that end the answer and are not part of it.
+        stop_token_ids: tokens that end the answer; their text is not part of it.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+
+    Raises:
+        ChiasmError: REQUEST_INVALID naming the field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        # Written so that NaN, which fails every comparison, is refused.
+        _require(0 <= self.temperature < float("inf"), "temperature", "a finite number, at least 0")
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", "at least 0")
+        _require(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        _require(self.min_tokens >= 0, "min_tokens", "at least 0")
+        _require(all(self.stop), "stop", "texts of at least one character")
+
+
+def _require(holds: bool, field: str, rule: str) -> None:
+    if not holds:
+        raise ChiasmError(Reason.REQUEST_INVALID, f"{field} must be {rule}.", field)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSpan:
+    """The rows that stand for the placeholder tokens `start` to `start + length` of a prompt.
+
+    Attributes:
+        rows: `[length, width]`, any float type; cast to the decoder's.
+        digest: of the rows' content and their encoder's identity.
+    """
+
+    start: int
+    length: int
+    rows: torch.Tensor
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Token ids with a placeholder id for each image row, and the images in order."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens and the text they made certain, which may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The answer is complete; its last text came in a Delta before.
+
+    Attributes:
+        completion_tokens: generated tokens, the one that ended the answer included.
+        cached_tokens: prompt tokens whose keys and values were not computed again.
+        queue_seconds: from submission to the first step that worked on it.
+        prefill_seconds: from then to the first token.
+        decode_seconds: from the first token to the last.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The answer ended early. Nothing follows."""
+
+    reason: FailureReason
+
+
+Event = Delta | Finished | Failed
+Publish = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A submitted request, to cancel it by."""
+
+    key: int
+    request_id: str
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the start, and what is held now."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    tokens_generated_total: int
+    prefill_tokens_total: int
+    steps_total: int
+    cancelled_total: int
+    preempted_total: int
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Limits of the embedded engine.
+
+    Attributes:
+        kv_bytes: memory for keys and values.
+        step_token_budget: most tokens a step computes, so the longest that a running answer waits
+            for another's prompt; at least `max_running`.
+        max_running: most sequences in one step.
+        max_waiting: most submitted sequences that wait for a place.
+        block_size: tokens a block of keys and values holds.
+    """
+
+    kv_bytes: int = 512 * 1024 * 1024
+    step_token_budget: int = 512
+    max_running: int = 64
+    max_waiting: int = 1024
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        smallest = min(self.kv_bytes, self.max_running, self.max_waiting, self.block_size)
+        if smallest < 1:
+            raise ValueError("every engine setting must be at least 1")
+        if self.step_token_budget < self.max_running:
+            raise ValueError(
+                f"step_token_budget is {self.step_token_budget}; it must be at least max_running, "
+                f"{self.max_running}, for each running sequence needs a token a step"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderParts:
+    """A text decoder and what the engine must know of it.
+
+    Attributes:
+        model: the bare decoder, e.g. `LlamaModel`. The engine sets its attention implementation
+            and keeps it; nothing else may run it meanwhile.
+        embed_tokens: ids `[...]` to `[..., width]`; has a `weight` of `[vocab_size, width]`.
+        lm_head: hidden states `[..., width]` to logits `[..., vocab_size]`.
+        eos_ids: tokens that end an answer.
+        context_length: prompt and answer together, in tokens.
+    """
+
+    model: nn.Module
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+    layer_count: int
+    kv_head_count: int
+    head_dim: int
+    eos_ids: tuple[int, ...]
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device | str
+
+
+class TokenDecoder(Protocol):
+    """What the engine needs of a tokenizer, as transformers types it: one list gives one text."""
+
+    def decode(
+        self, token_ids: list[int], skip_special_tokens: bool = ..., **options: Any
+    ) -> str | list[str]: ...

@@ -1,0 +1,74 @@
+"""What the LLM service counts."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from chiasm.telemetry import DURATION_BUCKETS
+from llm_service.engine.values import EngineStats
+
+_TOKEN_BUCKETS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class LlmMetrics:
+    """Counters of the servicer, in the process's registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.images = Counter(
+            "chiasm_llm_images",
+            "Pictures of admitted requests, by the path that their features took.",
+            ["source"],
+            registry=registry,
+        )
+        self.image_tokens = Counter(
+            "chiasm_llm_image_tokens", "Placeholder tokens of pictures.", registry=registry
+        )
+        self.prompt_tokens = Histogram(
+            "chiasm_llm_prompt_tokens", "Tokens of a prompt.", buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )  # fmt: skip
+        self.fetch_seconds = Histogram(
+            "chiasm_llm_image_fetch_seconds",
+            "Time to have one picture's features, by path.",
+            ["source"],
+            buckets=DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "chiasm_llm_time_to_first_token_seconds",
+            "Time from a call's arrival to its first token.",
+            buckets=DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.refused = Counter(
+            "chiasm_llm_refused_requests",
+            "Requests beyond the admission limit.",
+            registry=registry,
+        )
+
+
+class EngineCollector(Collector):
+    """Reads the engine's figures when they are scraped."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._stats()
+        for name, text, value in (
+            ("running_sequences", "Sequences that generate.", now.running),
+            ("waiting_sequences", "Sequences that wait for the engine.", now.waiting),
+            ("kv_blocks_used", "KV blocks in use.", now.blocks_used),
+            ("kv_blocks_total", "KV blocks in all.", now.blocks_total),
+        ):
+            yield GaugeMetricFamily(f"chiasm_llm_{name}", text, value)
+        for name, text, value in (
+            ("generated_tokens", "Tokens generated.", now.tokens_generated_total),
+            ("prefill_tokens", "Prompt tokens computed.", now.prefill_tokens_total),
+            ("engine_steps", "Steps of the engine.", now.steps_total),
+            ("cancelled_sequences", "Sequences whose caller left.", now.cancelled_total),
+            ("preempted_sequences", "Preemptions by recompute.", now.preempted_total),
+        ):
+            yield CounterMetricFamily(f"chiasm_llm_{name}", text, value)

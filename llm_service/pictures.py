@@ -1,0 +1,146 @@
+"""The pictures of a request: their sizes before encoding, and their rows, fetched in parallel."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from chiasm.errors import ChiasmError, Reason, within
+from chiasm.images import ImageError, ImageLimits, image_size
+from chiasm.models.contract import ImageContract
+from chiasm.v1 import image_pb2, llm_service_pb2
+from llm_service.embeddings import Rows, check_embedding
+from llm_service.request import CallerEmbedding, Picture, RawImage
+from llm_service.vision.local import image_fault
+from llm_service.vision.source import Asked, Fetched, VisionSource
+
+_S = llm_service_pb2
+_KNOWN_DETAILS = frozenset(image_pb2.ImageDetail.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A picture with its checked rows and the path that it took."""
+
+    picture: Picture
+    rows: Rows
+    source: "llm_service_pb2.ImageSource.ValueType"
+    encoder_name: str = ""
+    encoder_cache_hit: bool = False
+    encode_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+
+    def path(self) -> llm_service_pb2.ImagePath:
+        return llm_service_pb2.ImagePath(
+            message_index=self.picture.message_index,
+            part_index=self.picture.part_index,
+            source=self.source,
+            encoder_name=self.encoder_name,
+            placeholder_count=self.rows.placeholder_count,
+            identity_checked=self.rows.identity_checked,
+            encoder_cache_hit=self.encoder_cache_hit,
+        )
+
+
+class PictureReader:
+    """Measures, checks and fetches the pictures of requests; heavy work runs in `workers`."""
+
+    def __init__(
+        self,
+        contract: ImageContract,
+        limits: ImageLimits,
+        max_request_pixels: int,
+        vision: VisionSource,
+        workers: Executor,
+    ) -> None:
+        self._contract = contract
+        self._limits = limits
+        self._max_request_pixels = max_request_pixels
+        self._vision = vision
+        self._workers = workers
+
+    async def placeholder_counts(self, pictures: Sequence[Picture]) -> list[int]:
+        """Prompt tokens of each picture, before anything is encoded: contract and headers only."""
+        if not pictures:
+            return []
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._measure, pictures)
+
+    async def fetch(self, pictures: Sequence[Picture], asked: Asked) -> list[Ready]:
+        """The rows of all pictures. The first failure ends the others."""
+        tasks: list[asyncio.Task[Ready]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._fetch(one, asked)) for one in pictures]
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from failures
+        return [task.result() for task in tasks]
+
+    def _measure(self, pictures: Sequence[Picture]) -> list[int]:
+        counts: list[int] = []
+        pixels = 0
+        for picture in pictures:
+            with within(picture.place):
+                height, width, count = self._measure_one(picture.content)
+            pixels += height * width
+            if pixels > self._max_request_pixels:
+                raise ChiasmError(
+                    Reason.IMAGE_TOO_LARGE,
+                    f"The pictures of a request may have {self._max_request_pixels} pixels "
+                    "together; send smaller or fewer ones.",
+                    picture.place,
+                    metadata={"code": "image_too_large"},
+                )
+            counts.append(count)
+        return counts
+
+    def _measure_one(self, content: RawImage | CallerEmbedding) -> tuple[int, int, int]:
+        if isinstance(content, CallerEmbedding):
+            return 0, 0, check_embedding(content, self._contract).placeholder_count
+        check_options(content.options)
+        try:
+            width, height = image_size(content.data, self._limits)
+        except ImageError as error:
+            raise image_fault(error) from error
+        return height, width, self._contract.placeholder_count(height, width)
+
+    async def _fetch(self, picture: Picture, asked: Asked) -> Ready:
+        content = picture.content
+        with within(picture.place):
+            if isinstance(content, CallerEmbedding):
+                rows = check_embedding(content, self._contract)
+                return Ready(picture, rows, _S.IMAGE_SOURCE_CALLER)
+            return _ready(picture, await self._vision.encode(content, asked))
+
+
+def check_options(options: image_pb2.ImageOptions) -> None:
+    """Raises IMAGE_INVALID for an option that the family does not have, or an unknown detail."""
+    if options.detail not in _KNOWN_DETAILS:
+        raise ChiasmError(
+            Reason.IMAGE_INVALID, "The detail is low, high, auto or original.", "options.detail"
+        )
+    for name in ("min_pixels", "max_pixels"):
+        if options.HasField(name):
+            raise ChiasmError(
+                Reason.IMAGE_INVALID,
+                "Pictures of this model have one fixed size; leave the option out.",
+                f"options.{name}",
+            )
+
+
+def _ready(picture: Picture, fetched: Fetched) -> Ready:
+    remote = fetched.origin == "remote"
+    return Ready(
+        picture=picture,
+        rows=fetched.rows,
+        source=_S.IMAGE_SOURCE_REMOTE if remote else _S.IMAGE_SOURCE_LOCAL,
+        encoder_name=fetched.encoder_name,
+        encoder_cache_hit=fetched.encoder_cache_hit,
+        encode_seconds=fetched.encode_seconds,
+        fetch_seconds=fetched.fetch_seconds,
+    )
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    told = failures.exceptions[0]
+    return _first(told) if isinstance(told, BaseExceptionGroup) else told

@@ -1,0 +1,163 @@
+"""From a conversation to token ids: chat template, tokenizer, placeholders.
+
+What a person writes stays text. Where it spells a special token (an end of turn, an image
+placeholder), that spelling is kept out of the rendered template by a stand-in nobody can guess, and
+tokenized as the plain characters that it is. Everything else is tokenized in one piece, exactly as
+transformers does it.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+
+from chiasm.errors import ChiasmError, Reason
+from chiasm.models.language import LanguageHalf
+from llm_service.request import Conversation, Picture, Text, Turn
+
+_PROBE = "chiasm probe text"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tokenized prompt. `starts[i]` is where the placeholders of picture `i` begin."""
+
+    token_ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    image_token_count: int
+
+    @property
+    def text_token_count(self) -> int:
+        return len(self.token_ids) - self.image_token_count
+
+
+class PromptBuilder:
+    """Renders and tokenizes with one model's template and tokenizer. Thread-safe once built."""
+
+    def __init__(self, model: LanguageHalf) -> None:
+        self._tokenizer: Any = model.tokenizer
+        self._template = model.chat_template
+        self._image_token_id = model.image_token_id
+        self._special = _special_pattern(self._tokenizer)
+        self._takes_parts = self._renders_parts()
+
+    def render_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids with one placeholder a picture.
+
+        Raises REQUEST_INVALID if the template refuses the order of roles or drops a picture.
+        """
+        spelled = _StandIns(self._special)
+        messages = [self._message(turn, spelled) for turn in conversation.turns]
+        token_ids = list(self._tokenize(self._render(messages), spelled))
+        self._check_placeholders(token_ids, conversation.pictures)
+        return token_ids
+
+    def _message(self, turn: Turn, spelled: "_StandIns") -> dict[str, Any]:
+        parts = [_template_part(part, spelled) for part in turn.parts]
+        if self._takes_parts:
+            return {"role": turn.role, "content": parts}
+        if any(part["type"] == "image" for part in parts):
+            raise ChiasmError(
+                Reason.REQUEST_INVALID, "The model's chat template takes text only.", "messages"
+            )
+        return {"role": turn.role, "content": "".join(part["text"] for part in parts)}
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise ChiasmError(
+                Reason.REQUEST_INVALID,
+                "The model's chat template refuses this conversation: check the order of the roles "
+                "and the kinds of content in each.",
+                "messages",
+            ) from error
+        return rendered
+
+    def _renders_parts(self) -> bool:
+        try:
+            rendered = self._render(
+                [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+            )
+        except ChiasmError:
+            return False
+        # A template that wants plain strings prints the list itself, quotes and all.
+        return _PROBE in rendered and "'type'" not in rendered
+
+    def _tokenize(self, rendered: str, spelled: "_StandIns") -> Iterator[int]:
+        for piece, is_text in spelled.split(rendered):
+            yield from self._tokenizer.encode(
+                piece, add_special_tokens=False, split_special_tokens=is_text
+            )
+
+    def _check_placeholders(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
+        found = token_ids.count(self._image_token_id)
+        if found != len(pictures):
+            raise ChiasmError(
+                Reason.REQUEST_INVALID,
+                f"The model's chat template made room for {found} of {len(pictures)} pictures; it "
+                "does not take them in every role.",
+                "messages",
+            )
+
+    def expand(self, token_ids: Sequence[int], placeholder_counts: Sequence[int]) -> Layout:
+        """Repeats the placeholder of each picture, in order, as often as the picture needs."""
+        counts = iter(placeholder_counts)
+        expanded: list[int] = []
+        starts: list[int] = []
+        for token_id in token_ids:
+            if token_id == self._image_token_id:
+                starts.append(len(expanded))
+                expanded.extend([token_id] * next(counts))
+            else:
+                expanded.append(token_id)
+        return Layout(tuple(expanded), tuple(starts), sum(placeholder_counts))
+
+
+@dataclass
+class _StandIns:
+    """Stand-ins for the special tokens that user text spells, in one rendering."""
+
+    special: re.Pattern[str] | None
+    _mark: str = field(default_factory=lambda: f"\ue000{secrets.token_hex(8)}")
+    _literals: list[str] = field(default_factory=list)
+
+    def protect(self, text: str) -> str:
+        return self.special.sub(self._replace, text) if self.special else text
+
+    def split(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """Pieces of the rendering, each with whether it is text that spells a special token."""
+        if not self._literals:
+            yield rendered, False
+            return
+        pattern = re.compile(f"{self._mark}([0-9]+)\ue001")
+        for number, piece in enumerate(pattern.split(rendered)):
+            if number % 2:
+                yield self._literals[int(piece)], True
+            elif piece:
+                yield piece, False
+
+    def _replace(self, match: re.Match[str]) -> str:
+        self._literals.append(match[0])
+        return f"{self._mark}{len(self._literals) - 1}\ue001"
+
+
+def _template_part(part: Text | Picture, spelled: _StandIns) -> dict[str, str]:
+    if isinstance(part, Picture):
+        return {"type": "image"}
+    return {"type": "text", "text": spelled.protect(part.text)}
+
+
+def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    words = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
+    # The longest first: `<|im_start|>` before a token that begins it.
+    words.sort(key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words))) if words else None

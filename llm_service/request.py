@@ -1,0 +1,269 @@
+"""Checks a request from the wire and turns it into plain values. Pure; raises ChiasmError.
+
+The wire is not trusted: every role, count, range and combination is checked here, and what this
+version does not do yet is refused by name rather than left out silently.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from chiasm import wire
+from chiasm.errors import ChiasmError, Reason, within
+from chiasm.models.language import GenerationDefaults
+from chiasm.v1 import image_pb2, llm_service_pb2
+from llm_service.engine.values import SamplingParams
+
+RoleName = Literal["system", "user", "assistant", "tool"]
+_ROLES: dict[int, RoleName] = {
+    llm_service_pb2.ROLE_SYSTEM: "system",
+    llm_service_pb2.ROLE_USER: "user",
+    llm_service_pb2.ROLE_ASSISTANT: "assistant",
+    llm_service_pb2.ROLE_TOOL: "tool",
+}
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+_TENANT_LIMIT = 256
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text as the caller wrote it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RawImage:
+    """A picture file to be encoded."""
+
+    data: memoryview
+    options: image_pb2.ImageOptions
+
+
+@dataclass(frozen=True)
+class CallerEmbedding:
+    """Features from outside, unchecked yet; `features` and `levels` are their bytes."""
+
+    message: image_pb2.ImageEmbedding
+    features: memoryview
+    levels: tuple[memoryview, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of either kind and where it stands in the request."""
+
+    content: RawImage | CallerEmbedding
+    message_index: int
+    part_index: int
+
+    @property
+    def place(self) -> str:
+        kind = "image" if isinstance(self.content, RawImage) else "embedding"
+        return f"messages[{self.message_index}].parts[{self.part_index}].{kind}"
+
+
+Part = Text | Picture
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of the conversation."""
+
+    role: RoleName
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A checked conversation. `pictures` are in prompt order."""
+
+    turns: tuple[Turn, ...]
+    tenant: str
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return tuple(
+            part for turn in self.turns for part in turn.parts if isinstance(part, Picture)
+        )
+
+
+def read_conversation(
+    messages: Sequence[llm_service_pb2.Message],
+    buffers: wire.Buffers,
+    *,
+    tenant: str,
+    max_images: int,
+) -> Conversation:
+    """The conversation of a request. Raises REQUEST_INVALID, TOO_MANY_IMAGES and others."""
+    if not messages:
+        raise _invalid("messages", "A request needs at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise _invalid("messages", f"At most {MAX_MESSAGES} messages, but {len(messages)} came.")
+    if len(tenant) > _TENANT_LIMIT:
+        raise _invalid("tenant", f"A tenant has at most {_TENANT_LIMIT} characters.")
+    _check_count(messages, max_images)
+    turns = tuple(_read_turn(number, message, buffers) for number, message in enumerate(messages))
+    return Conversation(turns, tenant)
+
+
+def check_model(asked: str, served: str) -> None:
+    """Raises MODEL_NOT_FOUND unless `asked` is empty or the served name."""
+    if asked and asked != served:
+        raise ChiasmError(
+            Reason.MODEL_NOT_FOUND, f"This service serves the model {served!r} only.", "model"
+        )
+
+
+def refuse_unserved(request: llm_service_pb2.GenerateRequest) -> None:
+    """Raises UNSUPPORTED for every field that this version would otherwise ignore."""
+    sampling = request.sampling
+    unserved = {
+        "constraint": request.HasField("constraint"),
+        "tools": bool(request.tools.tools_json),
+        "chat_template_variables_json": request.HasField("chat_template_variables_json"),
+        "continue_final_message": request.continue_final_message,
+        "sampling.presence_penalty": sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
+        "sampling.repetition_penalty": sampling.HasField("repetition_penalty")
+        and sampling.repetition_penalty != 1,
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "sampling.choice_count": sampling.HasField("choice_count") and sampling.choice_count != 1,
+        "sampling.logprobs": sampling.logprobs or sampling.top_logprob_count != 0,
+    }
+    for field, asked in unserved.items():
+        if asked:
+            name = field.rpartition(".")[2]
+            raise ChiasmError(
+                Reason.UNSUPPORTED, f"This version does not serve {name}; leave it out.", field
+            )
+
+
+def read_sampling(
+    wanted: llm_service_pb2.SamplingParameters, defaults: GenerationDefaults
+) -> SamplingParams:
+    """How the answer is drawn: the request's values, else the checkpoint's, else the schema's."""
+    greedy = defaults.do_sample is False
+    temperature = _chosen(wanted, "temperature", 0.0 if greedy else defaults.temperature, 1.0)
+    with within("sampling"):
+        _check_range("temperature", temperature, 0, 2)
+        stops = _read_stops(wanted.stop)
+        _check_seed_and_counts(wanted)
+        return SamplingParams(
+            temperature=temperature,
+            top_p=_chosen(wanted, "top_p", defaults.top_p, 1.0),
+            top_k=int(_chosen(wanted, "top_k", defaults.top_k, 0)),
+            min_p=_chosen(wanted, "min_p", None, 0.0),
+            seed=wanted.seed if wanted.HasField("seed") else None,
+            max_tokens=wanted.max_token_count if wanted.HasField("max_token_count") else None,
+            min_tokens=wanted.min_token_count,
+            stop=stops,
+            stop_token_ids=tuple(wanted.stop_token_ids),
+            ignore_eos=wanted.ignore_eos,
+        )
+
+
+def check_token_ids(sampling: SamplingParams, vocabulary_size: int) -> None:
+    """Raises REQUEST_INVALID for a stop token outside the vocabulary."""
+    for token_id in sampling.stop_token_ids:
+        if not 0 <= token_id < vocabulary_size:
+            raise _invalid(
+                "sampling.stop_token_ids",
+                f"Token ids run from 0 to {vocabulary_size - 1}, but {token_id} came.",
+            )
+
+
+def _read_turn(number: int, message: llm_service_pb2.Message, buffers: wire.Buffers) -> Turn:
+    place = f"messages[{number}]"
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise _invalid(f"{place}.role", "The role is system, user, assistant or tool.")
+    if message.tool_calls or message.HasField("tool_call_id"):
+        raise ChiasmError(
+            Reason.UNSUPPORTED, "This version does not serve tool calls.", f"{place}.tool_calls"
+        )
+    if not message.parts:
+        raise _invalid(f"{place}.parts", "A message needs at least one part.")
+    parts = tuple(_read_part(number, i, part, buffers) for i, part in enumerate(message.parts))
+    return Turn(role, parts)
+
+
+def _read_part(number: int, index: int, part: llm_service_pb2.Part, buffers: wire.Buffers) -> Part:
+    place = f"messages[{number}].parts[{index}]"
+    kind = part.WhichOneof("content")
+    if part.HasField("alias"):
+        raise ChiasmError(
+            Reason.UNSUPPORTED, "This version does not serve aliases.", f"{place}.alias"
+        )
+    if kind == "text":
+        return Text(part.text)
+    if kind == "image":
+        image = RawImage(buffers.get(part.image.data), part.image.options)
+        return Picture(image, number, index)
+    if kind == "embedding":
+        return Picture(_caller_embedding(part.embedding, buffers), number, index)
+    if kind == "reference":
+        raise ChiasmError(
+            Reason.EMBEDDING_NOT_FOUND,
+            "The service holds no embedding of that reference; send the data.",
+            f"{place}.reference",
+        )
+    raise _invalid(place, "A part is one of text, image, embedding and reference.")
+
+
+def _caller_embedding(message: image_pb2.ImageEmbedding, buffers: wire.Buffers) -> CallerEmbedding:
+    levels = tuple(buffers.get(level.data) for level in message.levels)
+    return CallerEmbedding(message, buffers.get(message.features.data), levels)
+
+
+def _check_count(messages: Iterable[llm_service_pb2.Message], limit: int) -> None:
+    kinds = (part.WhichOneof("content") for message in messages for part in message.parts)
+    count = sum(kind in {"image", "embedding", "reference"} for kind in kinds)
+    if count > limit:
+        raise ChiasmError(
+            Reason.TOO_MANY_IMAGES,
+            f"The conversation has {count} pictures; at most {limit} are accepted, counted over "
+            "all its messages.",
+            "messages",
+        )
+
+
+def _chosen(
+    wanted: llm_service_pb2.SamplingParameters,
+    name: Literal["temperature", "top_p", "top_k", "min_p"],
+    checkpoint: float | None,
+    default: float,
+) -> float:
+    if wanted.HasField(name):
+        value: float = getattr(wanted, name)
+        # A float field holds 0.9 as 0.8999999762: what the caller wrote is nearer.
+        return float(f"{value:.7g}")
+    return default if checkpoint is None else checkpoint
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if not (math.isfinite(value) and least <= value <= most):
+        raise _invalid(name, f"{name} must be from {least} to {most}.")
+
+
+def _check_seed_and_counts(wanted: llm_service_pb2.SamplingParameters) -> None:
+    if wanted.HasField("max_token_count") and wanted.max_token_count < 1:
+        raise _invalid("max_token_count", "max_token_count must be at least 1.")
+    if wanted.min_token_count < 0:
+        raise _invalid("min_token_count", "min_token_count must be at least 0.")
+
+
+def _read_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise _invalid("stop", f"At most {MAX_STOPS} stop texts, but {len(stops)} came.")
+    for number, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise _invalid(f"stop[{number}]", f"A stop text has 1 to {MAX_STOP_LENGTH} characters.")
+    return tuple(stops)
+
+
+def _invalid(field: str, message: str) -> ChiasmError:
+    return ChiasmError(Reason.REQUEST_INVALID, message, field)

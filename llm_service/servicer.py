@@ -1,0 +1,322 @@
+"""The walk of a request: check, admit, measure, fetch, submit, stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import chiasm
+from chiasm import wire
+from chiasm.errors import ChiasmError, Reason
+from chiasm.models.language import LanguageHalf
+from chiasm.models.wire import identity_to_wire
+from chiasm.rpc import limits
+from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
+from chiasm.v1 import llm_service_pb2
+from llm_service.admission import Permits
+from llm_service.engine.engine import Engine
+from llm_service.engine.values import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    ImageSpan,
+    Prompt,
+    SamplingParams,
+)
+from llm_service.mailbox import Mailbox
+from llm_service.metrics import LlmMetrics
+from llm_service.pictures import PictureReader, Ready
+from llm_service.prompt import Layout, PromptBuilder
+from llm_service.request import (
+    Conversation,
+    check_model,
+    check_token_ids,
+    read_conversation,
+    read_sampling,
+    refuse_unserved,
+)
+from llm_service.settings import LlmSettings
+from llm_service.vision.source import Asked
+
+_S = llm_service_pb2
+Answer = wire.Wired[llm_service_pb2.GenerateResponse]
+_SOURCES = {
+    "none": _S.VISION_SOURCE_NONE,
+    "local": _S.VISION_SOURCE_LOCAL,
+    "remote": _S.VISION_SOURCE_REMOTE,
+}
+_REASONS = {"stop": _S.FINISH_REASON_STOP, "length": _S.FINISH_REASON_LENGTH}
+_FAILURES = {
+    "DEADLINE": ChiasmError(Reason.DEADLINE, "The deadline passed before the answer was whole."),
+    "CANCELLED": ChiasmError(Reason.CANCELLED, "The call was cancelled."),
+    "SHUTTING_DOWN": ChiasmError(Reason.NOT_READY, "The service is stopping; try another replica."),
+    "INTERNAL": ChiasmError(
+        Reason.INTERNAL, "This answer failed; the log holds the detail beside the request id."
+    ),
+}
+
+
+@dataclass
+class Clock:
+    """Times of one request, time.monotonic."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    submitted: float = 0.0
+    first_token: float = 0.0
+
+
+class LlmServicer:
+    """The methods of `chiasm.v1.LlmService`."""
+
+    def __init__(
+        self,
+        settings: LlmSettings,
+        model: LanguageHalf,
+        engine: Engine,
+        pictures: PictureReader,
+        workers: Executor,
+        metrics: LlmMetrics,
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._engine = engine
+        self._pictures = pictures
+        self._workers = workers
+        self._metrics = metrics
+        self._prompts = PromptBuilder(model)
+        self._permits = Permits(settings.max_active_requests, metrics.refused.inc)
+        self._ready_at = int(time.time())
+        self.draining = False
+
+    def service(self) -> Service:
+        """The service as a server takes it."""
+        return Service(
+            "chiasm.v1.LlmService",
+            {
+                "Generate": StreamMethod(_S.GenerateRequest, self.generate),
+                "CountTokens": UnaryMethod(_S.CountTokensRequest, self.count_tokens),
+                "GetModel": UnaryMethod(_S.LlmServiceGetModelRequest, self.get_model),
+                "GetLoad": UnaryMethod(_S.LlmServiceGetLoadRequest, self.get_load),
+            },
+        )
+
+    async def generate(
+        self, request: wire.Wired[llm_service_pb2.GenerateRequest], call: Call
+    ) -> AsyncIterator[Answer]:
+        """Answers a conversation."""
+        clock = Clock()
+        message = request.message
+        check_model(message.model, self._settings.served_name)
+        refuse_unserved(message)
+        conversation = self._conversation(message.messages, request.buffers, message.tenant)
+        sampling = read_sampling(message.sampling, self._model.generation)
+        check_token_ids(sampling, self._model.vocab_size)
+        with self._permits.hold():
+            layout = await self._laid_out(conversation)
+            check_length(layout, sampling, self._engine.context_length)
+            asked = Asked(message.tenant, call.request_id, self._deadline(call))
+            ready = await self._pictures.fetch(conversation.pictures, asked)
+            self._count(layout, ready)
+            prompt = as_prompt(layout, ready)
+            async for answer in self._run(call, prompt, layout, sampling, asked, ready, clock):
+                yield answer
+
+    async def count_tokens(
+        self, request: wire.Wired[llm_service_pb2.CountTokensRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.CountTokensResponse]:
+        """Counts a prompt; encodes nothing."""
+        message = request.message
+        check_model(message.model, self._settings.served_name)
+        conversation = self._conversation(message.messages, request.buffers, message.tenant)
+        with self._permits.hold():
+            layout = await self._laid_out(conversation)
+        return wire.plain(
+            _S.CountTokensResponse(
+                total_token_count=len(layout.token_ids),
+                text_token_count=layout.text_token_count,
+                image_token_count=layout.image_token_count,
+                context_length=self._engine.context_length,
+            )
+        )
+
+    async def get_model(
+        self, request: wire.Wired[llm_service_pb2.LlmServiceGetModelRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.LlmServiceGetModelResponse]:
+        """Describes the model and the limits."""
+        settings, contract = self._settings, self._model.contract
+        return wire.plain(
+            _S.LlmServiceGetModelResponse(
+                model_id=settings.served_name,
+                family=self._model.family,
+                context_length=self._engine.context_length,
+                encoder_identity=identity_to_wire(contract.expected_identity),
+                level_count=contract.level_count,
+                vision_source=_SOURCES[settings.vision],
+                max_image_count=settings.max_images,
+                max_image_bytes=settings.max_image_bytes,
+                max_image_pixels=settings.max_image_pixels,
+                max_message_bytes=limits.MAX_MESSAGE_BYTES,
+                ready_unix_seconds=self._ready_at,
+                version=chiasm.__version__,
+            )
+        )
+
+    async def get_load(
+        self, request: wire.Wired[llm_service_pb2.LlmServiceGetLoadRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.LlmServiceGetLoadResponse]:
+        """Describes the work in hand."""
+        stats = self._engine.stats()
+        return wire.plain(
+            _S.LlmServiceGetLoadResponse(
+                running_count=stats.running,
+                waiting_count=stats.waiting,
+                kv_blocks_used=stats.blocks_used,
+                kv_blocks_total=stats.blocks_total,
+                active_call_count=self._permits.held,
+                draining=self.draining,
+            )
+        )
+
+    def _conversation(
+        self,
+        messages: Sequence[llm_service_pb2.Message],
+        buffers: wire.Buffers,
+        tenant: str,
+    ) -> Conversation:
+        return read_conversation(
+            messages, buffers, tenant=tenant, max_images=self._settings.max_images
+        )
+
+    async def _laid_out(self, conversation: Conversation) -> Layout:
+        loop = asyncio.get_running_loop()
+        counting = asyncio.ensure_future(self._pictures.placeholder_counts(conversation.pictures))
+        rendering = loop.run_in_executor(self._workers, self._prompts.render_ids, conversation)
+        counts, token_ids = await asyncio.gather(counting, rendering)
+        return self._prompts.expand(token_ids, counts)
+
+    def _deadline(self, call: Call) -> float:
+        ours = time.monotonic() + self._settings.request_timeout_seconds
+        return ours if call.deadline is None else min(ours, call.deadline)
+
+    def _count(self, layout: Layout, ready: Sequence[Ready]) -> None:
+        self._metrics.prompt_tokens.observe(len(layout.token_ids))
+        self._metrics.image_tokens.inc(layout.image_token_count)
+        for one in ready:
+            source = _S.ImageSource.Name(one.source).removeprefix("IMAGE_SOURCE_").lower()
+            self._metrics.images.labels(source).inc()
+            self._metrics.fetch_seconds.labels(source).observe(one.fetch_seconds)
+
+    async def _run(
+        self,
+        call: Call,
+        prompt: Prompt,
+        layout: Layout,
+        sampling: SamplingParams,
+        asked: Asked,
+        ready: Sequence[Ready],
+        clock: Clock,
+    ) -> AsyncIterator[Answer]:
+        mailbox = Mailbox()
+        clock.submitted = time.monotonic()
+        ticket = self._engine.submit(call.request_id, prompt, sampling, asked.deadline, mailbox.put)
+        try:
+            await call.accept()
+            finished: Finished | None = None
+            while finished is None:
+                delta, finished = gathered(await mailbox.take())
+                if delta is not None:
+                    self._observe_first(clock)
+                    yield as_delta(delta)
+            call.notes.update(_notes(finished, ready))
+            yield as_finished(finished, layout, ready, clock)
+        finally:
+            # Frees the blocks if the caller left; a sequence that ended does not mind.
+            self._engine.cancel(ticket)
+
+    def _observe_first(self, clock: Clock) -> None:
+        if not clock.first_token:
+            clock.first_token = time.monotonic()
+            self._metrics.first_token_seconds.observe(clock.first_token - clock.arrived)
+
+
+def check_length(layout: Layout, sampling: SamplingParams, context_length: int) -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED if prompt and the answer asked for exceed the context."""
+    prompt, wanted = len(layout.token_ids), sampling.max_tokens or 1
+    if prompt + wanted > context_length:
+        raise ChiasmError(
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+            f"The model's context holds {context_length} tokens, but the messages have {prompt} "
+            f"({layout.image_token_count} of them pictures) and the answer may take {wanted}. "
+            "Shorten the messages, send fewer pictures or ask for fewer tokens.",
+            "messages",
+        )
+
+
+def as_prompt(layout: Layout, ready: Sequence[Ready]) -> Prompt:
+    """The engine's prompt. Raises INTERNAL if rows and placeholders disagree."""
+    spans = []
+    for start, one in zip(layout.starts, ready, strict=True):
+        rows = one.rows.rows
+        if len(rows) != one.rows.placeholder_count:
+            raise _FAILURES["INTERNAL"]
+        spans.append(ImageSpan(start, len(rows), rows))
+    return Prompt(layout.token_ids, tuple(spans))
+
+
+def gathered(events: Sequence[Event]) -> tuple[Delta | None, Finished | None]:
+    """One delta for all that came, and the end if it came. Raises what a failure tells."""
+    deltas = [event for event in events if isinstance(event, Delta)]
+    text = "".join(delta.text for delta in deltas)
+    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+    last = events[-1]
+    if isinstance(last, Failed):
+        told = _FAILURES[last.reason]
+        raise ChiasmError(told.reason, told.message)
+    merged = Delta(text, token_ids) if token_ids or text else None
+    return merged, last if isinstance(last, Finished) else None
+
+
+def as_delta(delta: Delta) -> Answer:
+    """The message of a delta."""
+    one = _S.Delta(text=delta.text, token_ids=delta.token_ids)
+    return wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=[one])))
+
+
+def as_finished(finished: Finished, layout: Layout, ready: Sequence[Ready], clock: Clock) -> Answer:
+    """The message of the end."""
+    encode = max((one.encode_seconds for one in ready), default=0.0)
+    fetch = max((one.fetch_seconds for one in ready), default=0.0)
+    timings = _S.GenerateTimings(
+        queue_seconds=finished.queue_seconds,
+        fetch_seconds=fetch,
+        encode_seconds=encode,
+        transfer_seconds=max((o.fetch_seconds - o.encode_seconds for o in ready), default=0.0),
+        prefill_seconds=finished.prefill_seconds,
+        decode_seconds=finished.decode_seconds,
+        total_seconds=time.monotonic() - clock.arrived,
+    )
+    usage = _S.Usage(
+        prompt_token_count=len(layout.token_ids),
+        text_token_count=layout.text_token_count,
+        image_token_count=layout.image_token_count,
+        cached_token_count=finished.cached_tokens,
+        completion_token_count=finished.completion_tokens,
+    )
+    end = _S.Finished(
+        choices=[_S.FinishedChoice(choice_index=0, reason=_REASONS[finished.reason])],
+        usage=usage,
+        timings=timings,
+        image_paths=[one.path() for one in ready],
+    )
+    return wire.plain(_S.GenerateResponse(finished=end))
+
+
+def _notes(finished: Finished, ready: Sequence[Ready]) -> dict[str, object]:
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "images": len(ready),
+        "finish": finished.reason,
+    }

@@ -1,0 +1,136 @@
+"""Settings of the LLM service, from flags and `CHIASM_LLM_*` variables."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from chiasm.images import DEFAULT_LIMITS, ImageLimits
+from chiasm.rpc.server import ServerSettings
+from chiasm.settings import Settings
+from chiasm.telemetry import LogFormat, LogLevel
+
+if TYPE_CHECKING:
+    from llm_service.engine.values import EngineSettings
+
+Vision = Literal["none", "local", "remote"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class LlmSettings(Settings):
+    """Serves the language half of a checkpoint over gRPC (chiasm.v1.LlmService)."""
+
+    model_config = SettingsConfigDict(env_prefix="CHIASM_LLM_")
+
+    model: Path = Field(description="Directory of the checkpoint.")
+    model_id: str = Field(
+        "", description="Name under which the model is served. Default: the directory's name."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one. Default: none."
+    )
+    vision: Vision = Field(
+        "remote", description="Where raw pictures are encoded: none, local or remote."
+    )
+    encoders: str = Field(
+        "127.0.0.1:50061",
+        description="Encoder services for --vision remote: host:port, separated by commas.",
+    )
+    dtype: DTypeName = Field("float32", description="Type in which the decoder computes.")
+    encoder_dtype: DTypeName | None = Field(
+        None, description="Type in which the encoders compute. Default: the decoder's."
+    )
+    device: str = Field("cpu", description="Torch device of the decoder.")
+    torch_threads: int = Field(
+        max(1, (os.cpu_count() or 1) // 2),
+        ge=1,
+        description="Threads of a matrix product. Default: half of the cores.",
+    )
+    decode_workers: int = Field(
+        2, ge=1, description="Threads that read headers, hash and decode pictures."
+    )
+    kv_bytes: int = Field(512 << 20, ge=1 << 16, description="Bytes for keys and values.")
+    step_token_budget: int = Field(
+        512, ge=1, description="Most tokens a step computes; bounds how long a stream waits."
+    )
+    max_running: int = Field(64, ge=1, description="Most sequences in one step.")
+    max_active_requests: int = Field(
+        256, ge=1, description="Requests admitted at once; beyond it QUEUE_FULL."
+    )
+    max_images: int = Field(
+        16, ge=0, description="Most pictures in a conversation, of all kinds together."
+    )
+    max_image_bytes: int = Field(
+        DEFAULT_LIMITS.max_bytes, ge=1, description="Largest picture file, in bytes."
+    )
+    max_image_pixels: int = Field(
+        DEFAULT_LIMITS.max_pixels, ge=1, description="Largest picture, in pixels."
+    )
+    max_request_pixels: int = Field(
+        4 * DEFAULT_LIMITS.max_pixels, ge=1, description="Pixels of all pictures of a request."
+    )
+    embedding_cache_bytes: int = Field(
+        256 << 20, ge=0, description="Bytes of embeddings that are kept; 0 keeps none."
+    )
+    request_timeout_seconds: float = Field(
+        600,
+        gt=0,
+        description="Longest that a request may take; a caller's deadline may be shorter.",
+    )
+    drain_seconds: float = Field(
+        2, ge=0, description="Seconds of serving on after SIGTERM, so that callers notice."
+    )
+    grace_seconds: float = Field(
+        600, ge=0, description="Seconds that running streams then have to end."
+    )
+    connection_age_seconds: float = Field(
+        60, gt=0, description="Age at which a connection is renewed, so that replicas share."
+    )
+    log_format: LogFormat = Field("console", description="console or json.")
+    log_level: LogLevel = Field("info", description="debug, info, warning or error.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> "LlmSettings":
+        if self.step_token_budget < self.max_running:
+            raise ValueError("step_token_budget must be at least max_running")
+        if self.vision == "remote" and not self.encoder_targets:
+            raise ValueError("vision is remote, so encoders must name at least one host:port")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        return self.model_id or self.model.resolve().name
+
+    @property
+    def encoder_targets(self) -> tuple[str, ...]:
+        return tuple(part.strip() for part in self.encoders.split(",") if part.strip())
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        return ImageLimits(max_bytes=self.max_image_bytes, max_pixels=self.max_image_pixels)
+
+    @property
+    def engine(self) -> "EngineSettings":
+        # The engine loads torch, which takes seconds; reading settings must not.
+        from llm_service.engine.values import EngineSettings
+
+        return EngineSettings(
+            kv_bytes=self.kv_bytes,
+            step_token_budget=self.step_token_budget,
+            max_running=self.max_running,
+            max_waiting=self.max_active_requests,
+        )
+
+    @property
+    def server(self) -> ServerSettings:
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            drain_seconds=self.drain_seconds,
+            grace_seconds=self.grace_seconds,
+            connection_age_seconds=self.connection_age_seconds,
+        )

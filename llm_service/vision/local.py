@@ -1,0 +1,54 @@
+"""The local vision source: the vision half in this process, off the event loop."""
+
+import asyncio
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from chiasm.errors import ChiasmError, Reason
+from chiasm.images import ImageError, ImageLimits, decode_image
+from chiasm.models.vision import ImageFeatures, ImageShapeError, PixelInputs, VisionHalf
+from llm_service.embeddings import Rows, check_finite
+from llm_service.request import RawImage
+from llm_service.vision.source import Asked, Fetched
+
+
+class LocalTower:
+    """Decodes and prepares pictures in `workers`, runs the tower on a thread of its own."""
+
+    def __init__(self, half: VisionHalf, limits: ImageLimits, workers: Executor) -> None:
+        self._half = half
+        self._limits = limits
+        self._workers = workers
+        self._tower = ThreadPoolExecutor(1, "tower")
+
+    async def encode(self, image: RawImage, asked: Asked) -> Fetched:
+        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        pixels = await loop.run_in_executor(self._workers, self._prepare, image.data)
+        features = await loop.run_in_executor(self._tower, self._forward, pixels, asked.deadline)
+        rows = Rows(features.rows, features.placeholder_count, identity_checked=True)
+        check_finite(rows.rows)
+        seconds = time.monotonic() - began
+        return Fetched(rows, "local", "", False, encode_seconds=seconds, fetch_seconds=seconds)
+
+    async def close(self) -> None:
+        self._tower.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, data: memoryview) -> PixelInputs:
+        try:
+            return self._half.preprocess(decode_image(data, self._limits))
+        except ImageError as error:
+            raise image_fault(error) from error
+        except ImageShapeError as error:
+            raise ChiasmError(Reason.IMAGE_INVALID, error.message, "data") from error
+
+    def _forward(self, pixels: PixelInputs, deadline: float) -> ImageFeatures:
+        if time.monotonic() > deadline:
+            raise ChiasmError(Reason.DEADLINE, "The deadline passed before the tower was free.")
+        (features,) = self._half.encode([pixels])
+        return features
+
+
+def image_fault(error: ImageError) -> ChiasmError:
+    """The error of a picture that cannot be decoded, with its OpenAI image code."""
+    return ChiasmError(Reason(error.reason), error.message, "data", metadata={"code": error.code})
