@@ -4,6 +4,11 @@
 neither torch nor transformers.
 """
 
+import os
+
+# gRPC's core writes notes of its own to standard error; a process of ours writes a line a request.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 __version__ = "0.1.0"
 __all__ = ["AsyncClient", "ChiasmError", "Client", "Reason", "__version__"]
 

@@ -31,6 +31,7 @@ from llm_service.metrics import EngineCollector, LlmMetrics
 from llm_service.pictures import PictureReader
 from llm_service.servicer import LlmServicer
 from llm_service.settings import LlmSettings
+from llm_service.vision.cached import CachedSource
 from llm_service.vision.local import LocalTower
 from llm_service.vision.pool import EncoderPool
 from llm_service.vision.source import NoVision, VisionSource
@@ -103,10 +104,14 @@ async def _open_vision(
 ) -> VisionSource:
     if settings.vision == "none":
         return NoVision()
+    source: VisionSource
     if settings.vision == "remote":
-        return EncoderPool(settings.encoder_targets, model.contract)
-    half = await asyncio.to_thread(_load_vision, settings)
-    return LocalTower(half, settings.image_limits, workers)
+        source = EncoderPool(settings.encoder_targets, model.contract)
+    else:
+        half = await asyncio.to_thread(_load_vision, settings)
+        source = LocalTower(half, settings.image_limits, workers)
+    identity = model.contract.expected_identity
+    return CachedSource(source, identity, settings.embedding_cache_bytes, workers)
 
 
 def _load_vision(settings: LlmSettings) -> VisionHalf:

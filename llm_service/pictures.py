@@ -15,6 +15,11 @@ from llm_service.vision.local import image_fault
 from llm_service.vision.source import Asked, Fetched, VisionSource
 
 _S = llm_service_pb2
+_SOURCES = {
+    "cache": _S.IMAGE_SOURCE_CACHE,
+    "remote": _S.IMAGE_SOURCE_REMOTE,
+    "local": _S.IMAGE_SOURCE_LOCAL,
+}
 _KNOWN_DETAILS = frozenset(image_pb2.ImageDetail.values())
 
 
@@ -129,11 +134,10 @@ def check_options(options: image_pb2.ImageOptions) -> None:
 
 
 def _ready(picture: Picture, fetched: Fetched) -> Ready:
-    remote = fetched.origin == "remote"
     return Ready(
         picture=picture,
         rows=fetched.rows,
-        source=_S.IMAGE_SOURCE_REMOTE if remote else _S.IMAGE_SOURCE_LOCAL,
+        source=_SOURCES[fetched.origin],
         encoder_name=fetched.encoder_name,
         encoder_cache_hit=fetched.encoder_cache_hit,
         encode_seconds=fetched.encode_seconds,

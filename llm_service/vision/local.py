@@ -29,7 +29,7 @@ class LocalTower:
         rows = Rows(features.rows, features.placeholder_count, identity_checked=True)
         check_finite(rows.rows)
         seconds = time.monotonic() - began
-        return Fetched(rows, "local", "", False, encode_seconds=seconds, fetch_seconds=seconds)
+        return Fetched(rows, "local", fetch_seconds=seconds, encode_seconds=seconds)
 
     async def close(self) -> None:
         self._tower.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ from chiasm.errors import ChiasmError, Reason
 from llm_service.embeddings import Rows
 from llm_service.request import RawImage
 
-Origin = Literal["remote", "local"]
+Origin = Literal["cache", "remote", "local"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Fetched:
 
     rows: Rows
     origin: Origin
-    encoder_name: str
-    encoder_cache_hit: bool
-    encode_seconds: float
     fetch_seconds: float
+    encode_seconds: float = 0.0
+    encoder_name: str = ""
+    encoder_cache_hit: bool = False
 
 
 class VisionSource(Protocol):

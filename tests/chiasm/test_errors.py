@@ -27,7 +27,10 @@ def test_a_long_message_is_cut_so_that_it_fits_into_metadata() -> None:
 
 
 def test_within_builds_the_path_from_the_outside() -> None:
-    with pytest.raises(ChiasmError) as caught, errors.within("messages[2]"):
-        with errors.within("parts[1]"):
-            raise ChiasmError(Reason.TENSOR_INVALID, "no", "features")
+    with (
+        pytest.raises(ChiasmError) as caught,
+        errors.within("messages[2]"),
+        errors.within("parts[1]"),
+    ):
+        raise ChiasmError(Reason.TENSOR_INVALID, "no", "features")
     assert caught.value.field == "messages[2].parts[1].features"

@@ -32,7 +32,7 @@ def test_the_schema_is_clean_by_bufs_rules() -> None:
 
 def test_every_reason_of_the_code_is_in_the_schema_and_back() -> None:
     prefix = "ERROR_REASON_"
-    names = {name.removeprefix(prefix) for name in error_pb2.ErrorReason.keys()}
+    names = {name.removeprefix(prefix) for name in dict(error_pb2.ErrorReason.items())}
     assert names - {"UNSPECIFIED"} == {reason.value for reason in Reason}
 
 

@@ -28,9 +28,7 @@ def test_a_stock_stub_reads_what_we_write() -> None:
 
 
 def test_we_read_what_a_stock_stub_writes_as_views_of_its_bytes() -> None:
-    features = tensor_pb2.Tensor(
-        data_type=tensor_pb2.DATA_TYPE_UINT8, shape=[5], data=b"abcde"
-    )
+    features = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_UINT8, shape=[5], data=b"abcde")
     stock = encoder_service_pb2.EncodeImageResponse(
         embedding=image_pb2.ImageEmbedding(features=features, row_count=5), encoder_name="e"
     ).SerializeToString()
@@ -60,13 +58,18 @@ def test_an_empty_large_field_is_empty_and_not_a_ticket() -> None:
     assert read.messages[0].parts[0].image.data == b""
 
 
-@given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
-def test_arbitrary_bytes_are_a_message_or_a_typed_refusal(received: bytes) -> None:
+def _outcome(received: bytes) -> object:
     try:
         wire.parse(llm_service_pb2.GenerateRequest, received)
     except ChiasmError as error:
-        assert error.reason is Reason.REQUEST_INVALID
+        return error.reason
+    return "a message"
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_arbitrary_bytes_are_a_message_or_a_typed_refusal(received: bytes) -> None:
+    assert _outcome(received) in {"a message", Reason.REQUEST_INVALID}
 
 
 @pytest.mark.parametrize("cut", range(1, 40))

@@ -1,6 +1,7 @@
 """Small decoders, a tokenizer of bytes, and a listener, for the engine's tests."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -212,11 +213,17 @@ def play(
 
 
 class Listener:
-    """Gathers the events of one request."""
+    """Gathers the events of one request.
 
-    def __init__(self) -> None:
+    `pace` is seconds it takes over each delta, so that a request surely still runs when a test
+    gets to the next line.
+    """
+
+    def __init__(self, pace: float = 0.0) -> None:
+        self._pace = pace
         self.deltas: list[Delta] = []
         self.end: Finished | Failed | None = None
+        self.ended_at = float("inf")
         self.begun = threading.Event()
         self._ended = threading.Event()
 
@@ -225,8 +232,10 @@ class Listener:
         if isinstance(event, Delta):
             self.deltas.append(event)
             self.begun.set()
+            time.sleep(self._pace)
         else:
             self.end = event
+            self.ended_at = time.monotonic()
             self._ended.set()
 
     def wait(self) -> "Listener":
@@ -255,9 +264,13 @@ class Running:
     fatal_calls: list[None]
 
     def submit(
-        self, prompt: Prompt, sampling: SamplingParams, deadline: float | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        deadline: float | None = None,
+        pace: float = 0.0,
     ) -> tuple[Ticket, Listener]:
-        listener = Listener()
+        listener = Listener(pace)
         return self.engine.submit("request", prompt, sampling, deadline, listener), listener
 
     def answer(self, prompt: Prompt, sampling: SamplingParams) -> Listener:

@@ -93,6 +93,14 @@ def test_image_rows_of_half_precision_are_cast() -> None:
     )
 
 
+def test_a_half_precision_decoder_computes_what_generate_does() -> None:
+    prompt = _mixed()[1]
+    played = play(random_llama().bfloat16(), [prompt], 1)
+    _, expected = generated(random_llama().bfloat16(), prompt, 1)
+    # bfloat16 keeps 8 bits; the logits reach 3.
+    torch.testing.assert_close(played.logits[0], expected.float(), atol=0.05, rtol=0)
+
+
 def test_a_block_that_held_nan_does_not_poison_its_next_owner() -> None:
     runner = Runner(parts(random_llama()), 3, 16)
     poison = with_image(random_prompt(1, 16), 0, torch.full((16, 64), float("nan")))

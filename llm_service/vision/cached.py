@@ -1,0 +1,41 @@
+"""A vision source behind a cache of its rows, keyed by tenant, encoder and content."""
+
+import asyncio
+import time
+from concurrent.futures import Executor
+
+from chiasm.embedding_cache import EmbeddingCache, Options, embedding_key
+from chiasm.models.identity import EncoderIdentity
+from llm_service.embeddings import Rows
+from llm_service.request import RawImage
+from llm_service.vision.source import Asked, Fetched, VisionSource
+
+
+class CachedSource:
+    """Asks `source` only for pictures whose rows are not held. Only successes are kept."""
+
+    def __init__(
+        self, source: VisionSource, identity: EncoderIdentity, capacity: int, workers: Executor
+    ) -> None:
+        self._source = source
+        self._identity = identity
+        self._workers = workers
+        self.entries: EmbeddingCache[Rows] = EmbeddingCache(capacity, lambda rows: rows.byte_count)
+
+    async def encode(self, image: RawImage, asked: Asked) -> Fetched:
+        began = time.monotonic()
+        key = await asyncio.get_running_loop().run_in_executor(
+            self._workers, self._key, image, asked.tenant
+        )
+        rows = self.entries.get(key)
+        if rows is not None:
+            return Fetched(rows, "cache", fetch_seconds=time.monotonic() - began)
+        fetched = await self._source.encode(image, asked)
+        self.entries.put(key, fetched.rows)
+        return fetched
+
+    async def close(self) -> None:
+        await self._source.close()
+
+    def _key(self, image: RawImage, tenant: str) -> bytes:
+        return embedding_key(tenant, self._identity, image.data, Options.of(image.options))
