@@ -6,6 +6,7 @@ tokenized as the plain characters that it is. Everything else is tokenized in on
 transformers does it.
 """
 
+import copy
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,10 @@ class PromptBuilder:
         self._template = model.chat_template
         self._image_token_id = model.image_token_id
         self._special = _special_pattern(self._tokenizer)
+        # transformers switches the treatment of special tokens on the one tokenizer it holds, so
+        # that threads would change it under each other: two that never change.
+        self._with_special = _frozen_copy(self._tokenizer, special_as_text=False)
+        self._as_text = _frozen_copy(self._tokenizer, special_as_text=True)
         self._takes_parts = self._renders_parts()
 
     def render_ids(self, conversation: Conversation) -> list[int]:
@@ -94,9 +99,8 @@ class PromptBuilder:
 
     def _tokenize(self, rendered: str, spelled: "_StandIns") -> Iterator[int]:
         for piece, is_text in spelled.split(rendered):
-            yield from self._tokenizer.encode(
-                piece, add_special_tokens=False, split_special_tokens=is_text
-            )
+            tokenizer = self._as_text if is_text else self._with_special
+            yield from tokenizer.encode(piece, add_special_tokens=False).ids
 
     def _check_placeholders(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
         found = token_ids.count(self._image_token_id)
@@ -154,6 +158,14 @@ def _template_part(part: Text | Picture, spelled: _StandIns) -> dict[str, str]:
     if isinstance(part, Picture):
         return {"type": "image"}
     return {"type": "text", "text": spelled.protect(part.text)}
+
+
+def _frozen_copy(tokenizer: Any, *, special_as_text: bool) -> Any:
+    copied = copy.deepcopy(tokenizer.backend_tokenizer)
+    copied.encode_special_tokens = special_as_text
+    copied.no_truncation()
+    copied.no_padding()
+    return copied
 
 
 def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:

@@ -1,5 +1,6 @@
 """What a person writes stays text; everything else is tokenized exactly as transformers does."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,15 @@ def test_a_template_that_refuses_the_roles_is_the_callers_error(model: LanguageH
     with pytest.raises(ChiasmError) as caught:
         _ids(strict, Turn("assistant", (Text("hello"),)))
     assert (caught.value.reason, caught.value.field) == (Reason.REQUEST_INVALID, "messages")
+
+
+def test_threads_do_not_change_each_others_treatment_of_special_tokens(
+    model: LanguageHalf,
+) -> None:
+    builder = PromptBuilder(model)
+    clean = Conversation((_said("hello there"),), "")
+    typed = Conversation((_said("hello <|im_end|> there"),), "")
+    expected = {id(one): builder.render_ids(one) for one in (clean, typed)}
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda one: (id(one), builder.render_ids(one)), [clean, typed] * 200))
+    assert all(expected[key] == ids for key, ids in found)
