@@ -208,7 +208,7 @@ class Server:
             except asyncio.CancelledError:
                 # The caller left, or the server stops. If neither is so a method lost its way, and
                 # the caller still waits for a status.
-                if _is_over(context) or self.draining:
+                if _cancelled_from_outside() or self.draining:
                     outcome.tell(ChiasmError(Reason.CANCELLED, "The call was cancelled."))
                     raise
                 failure = outcome.bug()
@@ -341,5 +341,7 @@ def _deadline_of(context: "grpc.aio.ServicerContext[Any, Any]") -> float | None:
     return None if left is None or left > 1e7 else time.monotonic() + left
 
 
-def _is_over(context: "grpc.aio.ServicerContext[Any, Any]") -> bool:
-    return bool(context.cancelled() or context.done())
+def _cancelled_from_outside() -> bool:
+    """Whether gRPC cancelled this call; its context does not say that the caller left."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

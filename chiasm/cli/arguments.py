@@ -1,0 +1,209 @@
+"""The command line: every command, its flags and their help."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import chiasm
+from chiasm.cli.samples import DEMO_MODEL_ID
+
+_Command = Callable[[argparse.Namespace], int]
+_DTYPES = ("float32", "bfloat16", "float16")
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of one command, with `command`, the function that runs it."""
+    parser = argparse.ArgumentParser(
+        prog="chiasm",
+        description="Serve vision-language models with the eye and the brain in separate "
+        "processes.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_up(commands)
+    _add_demo(commands)
+    _add_compare(commands)
+    _add(commands, "version", _version, "print the versions of Chiasm and of what it runs on")
+    return parser.parse_args(arguments)
+
+
+def _add_up(commands: Any) -> None:
+    up = _add(
+        commands,
+        "up",
+        _up,
+        "start encoders, LLM service and gateway, and keep them running",
+        "Starts every part as a process on this machine, waits until all are healthy, and stops "
+        "them in order on Ctrl-C (a second Ctrl-C stops at once). If a part dies, says which and "
+        "why, stops the others and exits with 1. All parts end when this process does.",
+    )
+    _add_system(up)
+    up.add_argument("--host", default="127.0.0.1", help="address of the gateway (%(default)s)")
+    up.add_argument("--port", type=_port, default=8000, help="port of the gateway (%(default)s)")
+    up.add_argument("--llm-port", type=_port, default=0, help="gRPC port of the LLM service (free)")
+    up.add_argument(
+        "--encoder-port",
+        type=_port,
+        default=0,
+        help="gRPC port of the first encoder, the others follow it (free ones)",
+    )
+    up.add_argument("--encoders", type=_positive, help="number of encoders, at least 1 (1)")
+    up.add_argument(
+        "--vision",
+        choices=("remote", "local", "none"),
+        default="remote",
+        help="who encodes raw pictures: encoder processes, the LLM process, nobody (%(default)s)",
+    )
+    up.add_argument("--dtype", choices=_DTYPES, default="float32", help="(%(default)s)")
+
+
+def _add_demo(commands: Any) -> None:
+    demo = _add(
+        commands,
+        "demo",
+        _demo,
+        "start everything, ask about shipped pictures in two ways, stop",
+        "Asks each question twice over HTTP: with the picture, and with the picture's embedding "
+        "that an encoder gave beforehand. Exits with 0 only if both answers agree every time.",
+    )
+    _add_system(demo)
+
+
+def _add_compare(commands: Any) -> None:
+    compare = _add(
+        commands,
+        "compare",
+        _compare,
+        "check that all ways into a running system give the same text",
+        "Asks the same conversations, greedily, as raw pictures, as embeddings and mixed, over "
+        "HTTP and gRPC. With --model also through a local tower and with transformers' own "
+        "generate on the whole model. Exits with 0 only if every text is the same.",
+    )
+    compare.add_argument("--url", default="http://127.0.0.1:8000", help="gateway (%(default)s)")
+    compare.add_argument("--llm", default="127.0.0.1:50051", help="LLM service (%(default)s)")
+    compare.add_argument("--encoder", default="127.0.0.1:50061", help="encoder (%(default)s)")
+    compare.add_argument(
+        "--model", type=_directory, help="checkpoint directory, for the local ways"
+    )
+    compare.add_argument(
+        "--pictures",
+        type=_existing,
+        nargs="+",
+        help="picture files, or one directory of them (the demo model's samples)",
+    )
+    compare.add_argument(
+        "--questions", type=_existing, help="text file, one question a line (a built-in list)"
+    )
+    compare.add_argument("--max-tokens", type=_positive, default=32, help="an answer (%(default)s)")
+    compare.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="of the local ways; the running system's own (%(default)s)",
+    )
+    compare.add_argument(
+        "--timeout", type=_seconds, default=60.0, help="seconds, of each answer (%(default)s)"
+    )
+
+
+def _add_system(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=_directory, help="checkpoint directory (the demo model)")
+    parser.add_argument(
+        "--model-id",
+        default="",
+        help=f"name under which it is served ({DEMO_MODEL_ID}, or the directory's name)",
+    )
+    parser.add_argument(
+        "--ready-timeout",
+        type=_seconds,
+        default=300.0,
+        help="seconds until all parts must be healthy (%(default)s)",
+    )
+    parser.add_argument(
+        "--stop-timeout",
+        type=_seconds,
+        default=60.0,
+        help="seconds that a part has to end its answers before it is killed (%(default)s)",
+    )
+    parser.add_argument("--log-dir", type=Path, help="also write each part's log to a file there")
+    parser.add_argument(
+        "--log-level", choices=_LEVELS, default="warning", help="of all parts (%(default)s)"
+    )
+
+
+def _add(
+    commands: Any, name: str, command: _Command, summary: str, description: str = ""
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description or f"{summary.capitalize()}."
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _up(options: argparse.Namespace) -> int:
+    from chiasm.cli.up import run
+
+    return run(options)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from chiasm.cli.demo import run
+
+    return run(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from chiasm.cli.compare import run
+
+    return run(options)
+
+
+def _version(_: argparse.Namespace) -> int:
+    import platform
+    from importlib import metadata
+
+    print(f"chiasm {chiasm.__version__}")
+    print(f"python {platform.python_version()}")
+    for package in ("grpcio", "torch", "transformers"):
+        try:
+            print(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            print(package, "is not installed")
+    return 0
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError("a port is 0 to 65535; 0 takes a free one")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError("a number of seconds above 0")
+    return number
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist")
+    return path
+
+
+def _directory(text: str) -> Path:
+    path = _existing(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a directory")
+    return path

@@ -1,0 +1,157 @@
+"""The process: listen, load, prove with a real picture, serve, drain."""
+
+import asyncio
+import io
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import PIL.Image
+import torch
+from prometheus_client import CollectorRegistry
+
+from chiasm import telemetry, torch_tensors
+from chiasm.errors import ChiasmError
+from chiasm.models.checkpoint import CheckpointError, open_checkpoint
+from chiasm.models.vision import VisionHalf
+from chiasm.rpc.server import Server, serve
+from chiasm.settings import shown
+from encoder_service.batcher import Batcher, Interest
+from encoder_service.cache import EmbeddingCache
+from encoder_service.metrics import EncoderMetrics
+from encoder_service.servicer import EncoderServicer, Loaded
+from encoder_service.settings import EncoderSettings
+from encoder_service.single_flight import SingleFlight
+from encoder_service.tower import Tower
+
+
+@dataclass(frozen=True)
+class Running:
+    """A service that is ready."""
+
+    port: int
+    metrics_port: int | None
+    server: Server
+    registry: CollectorRegistry
+    broken: asyncio.Event
+
+
+class EncoderService:
+    """The parts of one service, listening before its checkpoint is loaded."""
+
+    def __init__(self, settings: EncoderSettings, registry: CollectorRegistry) -> None:
+        self._settings = settings
+        self._metrics = EncoderMetrics(registry)
+        self._servicer = EncoderServicer(
+            settings.image_limits, self._metrics, lambda: self.server.draining
+        )
+        self.server = Server(settings.server, self._servicer.service(), registry)
+
+    @asynccontextmanager
+    async def opened(self, tower: Tower, family: str) -> AsyncIterator[Batcher]:
+        """Serves `tower` while open, from the moment that it encoded a real picture.
+
+        Raises CheckpointError if it cannot.
+        """
+        batcher = Batcher(tower, self._settings.image_limits, self._settings.batcher, self._metrics)
+        async with batcher.running():
+            await _prove(batcher)
+            cache = EmbeddingCache(self._settings.cache_bytes, self._metrics)
+            flights = SingleFlight(batcher, cache, self._metrics)
+            self._servicer.open(Loaded(tower.contract, family, flights, batcher.load, self._name()))
+            await self.server.ready()
+            yield batcher
+
+    def _name(self) -> str:
+        return self._settings.encoder_name or f"{socket.gethostname()}:{self.server.port}"
+
+
+@asynccontextmanager
+async def running(
+    settings: EncoderSettings,
+    *,
+    tower: Tower | None = None,
+    registry: CollectorRegistry | None = None,
+) -> AsyncIterator[Running]:
+    """The service inside the caller's process, ready; it stops at once when left.
+
+    `tower` stands in for the checkpoint's own. Raises CheckpointError, or OSError for a used port.
+    """
+    registry = registry or telemetry.new_registry()
+    service = EncoderService(settings, registry)
+    async with AsyncExitStack() as stack:
+        metrics_port = stack.enter_context(
+            telemetry.served_metrics(registry, settings.host, settings.metrics_port)
+        )
+        await service.server.start()
+        stack.push_async_callback(service.server.abort)
+        if tower is None:
+            tower = await asyncio.to_thread(load, settings)
+        kind = await asyncio.to_thread(family, settings.model)
+        batcher = await stack.enter_async_context(service.opened(tower, kind))
+        yield Running(service.server.port, metrics_port, service.server, registry, batcher.broken)
+
+
+def load(settings: EncoderSettings) -> VisionHalf:
+    """The vision half of the checkpoint. Raises CheckpointError."""
+    torch.set_num_threads(settings.torch_threads)
+    return VisionHalf.load(
+        settings.model,
+        model_id=settings.served_name,
+        dtype=torch_tensors.dtype_of(settings.dtype),
+        device=settings.device,
+    )
+
+
+def family(directory: Path) -> str:
+    """The model family of a checkpoint, as its config states it."""
+    return open_checkpoint(directory).model_type
+
+
+async def run(settings: EncoderSettings) -> int:
+    """Serves until a signal; returns the exit code. Raises CheckpointError."""
+    telemetry.logger().info("settings", **_printable(settings))
+    try:
+        async with running(settings) as service:
+            _announce(service)
+            return await serve(service.server, service.broken)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _announce(service: Running) -> None:
+    """One line on standard output, for whoever started the process."""
+    line = {
+        "event": "ready",
+        "service": "encoder",
+        "port": service.port,
+        "metrics_port": service.metrics_port,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def _printable(settings: EncoderSettings) -> dict[str, object]:
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in shown(settings).items()
+    }
+
+
+async def _prove(batcher: Batcher) -> None:
+    """One picture through every stage, which also weighs a picture for the queue's bounds."""
+    file = io.BytesIO()
+    # Within the least limits that the settings allow.
+    PIL.Image.new("RGB", (16, 16), (128, 128, 128)).save(file, "PNG")
+    interest = Interest()
+    interest.join(None)
+    try:
+        await batcher.submit(memoryview(file.getvalue()), "start", interest).result
+    except ChiasmError as error:
+        raise CheckpointError(
+            f"the vision tower cannot encode a picture: {error.message}"
+        ) from error

@@ -1,0 +1,177 @@
+"""The walk of a call: read, check the identity, find or compute the features, answer."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import chiasm
+from chiasm.errors import ChiasmError, Reason
+from chiasm.images import ImageLimits
+from chiasm.models.contract import ImageContract
+from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
+from chiasm.v1 import encoder_service_pb2 as pb
+from chiasm.wire import Wired, plain
+from encoder_service import messages
+from encoder_service.batcher import Load
+from encoder_service.cache import key_of, tensor_bytes
+from encoder_service.messages import Answer, Picture
+from encoder_service.metrics import EncoderMetrics
+from encoder_service.single_flight import Obtained, SingleFlight
+
+# Above this many bytes a digest is computed off the event loop.
+_SMALL = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the service has once its checkpoint is loaded."""
+
+    contract: ImageContract
+    family: str
+    flights: SingleFlight
+    load: Load
+    encoder_name: str
+
+
+class EncoderServicer:
+    """The methods of `chiasm.v1.EncoderService`. Until `open` they answer NOT_READY."""
+
+    def __init__(
+        self, limits: ImageLimits, metrics: EncoderMetrics, is_draining: Callable[[], bool]
+    ) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._is_draining = is_draining
+        self._loaded: Loaded | None = None
+        self._active = 0
+
+    def service(self) -> Service:
+        return Service(
+            "chiasm.v1.EncoderService",
+            {
+                "EncodeImage": UnaryMethod(pb.EncodeImageRequest, self._encode_image),
+                "EncodeImageStream": StreamMethod(
+                    pb.EncodeImageStreamRequest, self._encode_image_stream
+                ),
+                "GetModel": UnaryMethod(pb.EncoderServiceGetModelRequest, self._get_model),
+                "GetLoad": UnaryMethod(pb.EncoderServiceGetLoadRequest, self._get_load),
+            },
+        )
+
+    def open(self, loaded: Loaded) -> None:
+        """Serves `loaded` from now on."""
+        self._loaded = loaded
+
+    async def _encode_image(
+        self, request: Wired[pb.EncodeImageRequest], call: Call
+    ) -> Wired[pb.EncodeImageResponse]:
+        with self._counted():
+            answer = await self._answer(request, call)
+            with self._metrics.stage_seconds.labels("reply").time():
+                response = messages.to_unary(answer)
+            self._metrics.sent_bytes.inc(response.buffers.byte_count)
+            return response
+
+    async def _encode_image_stream(
+        self, request: Wired[pb.EncodeImageStreamRequest], call: Call
+    ) -> AsyncIterator[Wired[pb.EncodeImageStreamResponse]]:
+        with self._counted():
+            answer = await self._answer(request, call)
+            yield messages.to_header(answer)
+            digest, sent = hashlib.sha256(), 0
+            for piece in messages.pieces(answer.features):
+                await _add(digest, piece)
+                yield messages.to_chunk(piece, sent)
+                sent += piece.nbytes
+                self._metrics.sent_bytes.inc(piece.nbytes)
+            yield messages.to_trailer(digest.digest())
+
+    async def _get_model(
+        self, request: Wired[pb.EncoderServiceGetModelRequest], call: Call
+    ) -> Wired[pb.EncoderServiceGetModelResponse]:
+        ready = self._ready()
+        return messages.to_model(
+            ready.contract, ready.family, self._limits, ready.encoder_name, chiasm.__version__
+        )
+
+    async def _get_load(
+        self, request: Wired[pb.EncoderServiceGetLoadRequest], call: Call
+    ) -> Wired[pb.EncoderServiceGetLoadResponse]:
+        load = self._loaded.load if self._loaded else Load()
+        return plain(
+            pb.EncoderServiceGetLoadResponse(
+                queued_image_count=load.images,
+                queued_patch_count=load.patches,
+                in_flight_patch_count=load.in_flight_patches,
+                active_call_count=self._active,
+                draining=self._is_draining(),
+            )
+        )
+
+    async def _answer(self, request: Wired[Any], call: Call) -> Answer:
+        began = time.monotonic()
+        ready = self._ready()
+        identity = ready.contract.expected_identity
+        messages.check_expected(request.message, identity)
+        picture = messages.read_picture(request, self._limits.max_bytes)
+        digest = hashlib.sha256()
+        await _add(digest, picture.data)
+        obtained = await self._obtain(ready, picture, digest.digest(), call)
+        answer = Answer(
+            features=obtained.features,
+            identity=identity,
+            content_digest=digest.digest(),
+            source=obtained.source,
+            times=obtained.times,
+            total_seconds=time.monotonic() - began,
+            encoder_name=ready.encoder_name,
+        )
+        _note(call, answer)
+        return answer
+
+    async def _obtain(self, ready: Loaded, picture: Picture, digest: bytes, call: Call) -> Obtained:
+        key = key_of(
+            picture.tenant,
+            ready.contract.expected_identity,
+            digest,
+            picture.data.nbytes,
+            picture.options,
+        )
+        return await ready.flights.obtain(key, picture.data, call.request_id, call.deadline)
+
+    def _ready(self) -> Loaded:
+        if self._loaded is None:
+            text = "The encoder is loading its checkpoint; try again later."
+            raise ChiasmError(Reason.NOT_READY, text, retry_after=1.0)
+        return self._loaded
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+
+async def _add(digest: "hashlib._Hash", data: memoryview) -> None:
+    if data.nbytes <= _SMALL:
+        digest.update(data)
+    else:
+        await asyncio.to_thread(digest.update, data)
+
+
+def _note(call: Call, answer: Answer) -> None:
+    times = answer.times
+    call.notes.update(
+        source=answer.source.name.lower(),
+        rows=answer.features.rows.shape[0],
+        bytes=tensor_bytes(answer.features),
+        preprocess_ms=round(times.preprocess * 1000, 1),
+        queue_ms=round(times.queue * 1000, 1),
+        forward_ms=round(times.forward * 1000, 1),
+    )

@@ -1,0 +1,28 @@
+"""`python -m gateway --llm HOST:PORT --port 8000`: serves OpenAI's interface over HTTP."""
+
+import sys
+
+from chiasm import memory, settings, telemetry
+from gateway.settings import GatewaySettings
+
+
+def main() -> int:
+    memory.tune()
+    read = settings.read(GatewaySettings, program="python -m gateway")
+    telemetry.start_logging("gateway", read.log_format, read.log_level)
+    # After the settings are read: a wrong flag should not wait for these.
+    import uvloop
+
+    from gateway.server import run
+
+    telemetry.logger().info("settings", **settings.shown(read))
+    try:
+        return uvloop.run(run(read))
+    except OSError as error:
+        reason = error.strerror or "unknown"
+        print(f"error: cannot listen on {read.host}:{read.port}: {reason}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`POST /v1/chat/completions`: read, check, translate, ask, answer."""
+
+import time
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chiasm import telemetry
+from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
+from chiasm.v1 import llm_service_pb2
+from gateway.http.body import BodyBudget, read_body, unless_gone
+from gateway.http.events import DONE, EventStream, event
+from gateway.http.observed import Exchange, exchange_of
+from gateway.llm import Answers, Card, Llm
+from gateway.metrics import GatewayMetrics
+from gateway.openai.answer import Chunks, Head, Json, Whole
+from gateway.openai.errors import error_body
+from gateway.openai.parse import parse_chat
+from gateway.openai.schema import ChatRequest
+from gateway.openai.translate import Places, check_model, translate
+from gateway.settings import GatewaySettings
+
+# A model that the card does not name may have been loaded since: look again, not at every try.
+_RECHECK_SECONDS = 0.5
+
+
+class Chat:
+    """Answers conversations with one LLM service."""
+
+    def __init__(
+        self, settings: GatewaySettings, llm: Llm, metrics: GatewayMetrics, budget: BodyBudget
+    ) -> None:
+        self._settings = settings
+        self._llm = llm
+        self._metrics = metrics
+        self._budget = budget
+
+    async def answer(self, request: Request) -> Response:
+        """The answer, or a stream of it once the LLM service has accepted the request."""
+        exchange = exchange_of(request.scope)
+        with self._budget.lease() as lease:
+            body = await read_body(request, self._settings.max_body_bytes, lease)
+            self._metrics.body_bytes.observe(len(body))
+            chat = parse_chat(body)
+            del body
+            exchange.notes["stream"] = chat.stream
+            answers, places = await unless_gone(request.receive, self._ask(chat, exchange))
+        head = Head(chat.model)
+        if chat.stream:
+            usage = chat.stream_options is not None and chat.stream_options.include_usage
+            chunks = Chunks(head, include_usage=usage)
+            return EventStream(_events(answers, places, chunks, exchange))
+        gathering = _gather(answers, places, Whole(head), exchange)
+        return JSONResponse(await unless_gone(request.receive, gathering))
+
+    async def _ask(self, chat: ChatRequest, exchange: Exchange) -> tuple[Answers, Places]:
+        card = await self._card_of(chat.model, exchange.request_id)
+        asked = await translate(chat, card, self._settings.pictures)
+        try:
+            answers = await self._llm.generate(
+                asked.wired,
+                request_id=exchange.request_id,
+                seconds=self._seconds_left(exchange),
+            )
+        except ChiasmError as error:
+            raise _told(error, asked.places) from error
+        return answers, asked.places
+
+    async def _card_of(self, model: str, request_id: str) -> Card:
+        card = await self._llm.card(request_id)
+        if card.model_id != model:
+            card = await self._llm.card(request_id, max_age=_RECHECK_SECONDS)
+        check_model(model, card)
+        return card
+
+    def _seconds_left(self, exchange: Exchange) -> float:
+        spent = time.monotonic() - exchange.began
+        return max(self._settings.request_timeout_seconds - spent, 0.001)
+
+
+async def _gather(answers: Answers, places: Places, whole: Whole, exchange: Exchange) -> Json:
+    try:
+        async for response in answers:
+            _note(response.message, exchange)
+            whole.take(response.message)
+    except ChiasmError as error:
+        raise _told(error, places) from error
+    finally:
+        answers.cancel()
+    return whole.body()
+
+
+async def _events(
+    answers: Answers, places: Places, chunks: Chunks, exchange: Exchange
+) -> AsyncGenerator[bytes, None]:
+    try:
+        yield event(chunks.opening())
+        async for response in answers:
+            _note(response.message, exchange)
+            for chunk in chunks.take(response.message):
+                yield event(chunk)
+        chunks.check_ended()
+    except ChiasmError as error:
+        told = _told(error, places)
+        exchange.tell(told)
+        yield event(error_body(told))
+    except Exception:
+        telemetry.logger().exception("fault", route=exchange.route)
+        fault = ChiasmError(Reason.INTERNAL, INTERNAL_TEXT)
+        exchange.tell(fault)
+        yield event(error_body(fault))
+    finally:
+        answers.cancel()
+    yield DONE
+
+
+def _told(error: ChiasmError, places: Places) -> ChiasmError:
+    told = places.told(error)
+    if "http_status" in told.metadata:
+        telemetry.logger().error("deployment is wrong", detail=str(error))
+    return told
+
+
+def _note(response: llm_service_pb2.GenerateResponse, exchange: Exchange) -> None:
+    if response.HasField("delta") and not exchange.first_token_at:
+        exchange.first_token_at = time.monotonic()
+    if response.HasField("finished"):
+        usage = response.finished.usage
+        exchange.notes["prompt_tokens"] = usage.prompt_token_count
+        exchange.notes["completion_tokens"] = usage.completion_token_count

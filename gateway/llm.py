@@ -1,0 +1,74 @@
+"""The LLM service as the gateway sees it: what it serves, whether it is ready, and its answers."""
+
+import time
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from chiasm import wire
+from chiasm.rpc import limits
+from chiasm.rpc.channel import LlmMethods, OpenStream
+from chiasm.v1 import llm_service_pb2
+
+Card = llm_service_pb2.LlmServiceGetModelResponse
+Answers = OpenStream[llm_service_pb2.GenerateResponse]
+
+CARD_SECONDS: Final = 5.0
+_CARD_TIMEOUT_SECONDS: Final = 5.0
+_HEALTH_TIMEOUT_SECONDS: Final = 1.0
+
+
+class Llm:
+    """Calls one LLM service, or the replicas behind one name, over `channel`."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._card: Card | None = None
+        self._read_at = 0.0
+
+    async def card(self, request_id: str, *, max_age: float = CARD_SECONDS) -> Card:
+        """What is served, read at most `max_age` seconds ago. Raises ChiasmError."""
+        if self._card is None or time.monotonic() - self._read_at > max_age:
+            answer = await LlmMethods.GET_MODEL.call(
+                self._channel,
+                wire.plain(llm_service_pb2.LlmServiceGetModelRequest()),
+                timeout=_CARD_TIMEOUT_SECONDS,
+                metadata=((limits.REQUEST_ID, request_id),),
+            )
+            self._card, self._read_at = answer.message, time.monotonic()
+        return self._card
+
+    async def is_serving(self) -> bool:
+        """Whether the service says within a second that it can answer."""
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            answer = await stub.Check(
+                health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_SECONDS
+            )
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def generate(
+        self,
+        request: wire.Wired[llm_service_pb2.GenerateRequest],
+        *,
+        request_id: str,
+        seconds: float,
+    ) -> Answers:
+        """The answers to `request`, once the service has accepted it.
+
+        Raises ChiasmError if it does not. The caller cancels what it is given; leaving before that
+        cancels the call.
+        """
+        answers = LlmMethods.GENERATE.open_stream(
+            self._channel, request, timeout=seconds, metadata=((limits.REQUEST_ID, request_id),)
+        )
+        try:
+            await answers.accepted()
+        except BaseException:
+            answers.cancel()
+            raise
+        return answers

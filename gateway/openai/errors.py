@@ -1,0 +1,89 @@
+"""A ChiasmError in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, all four."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from chiasm.errors import ChiasmError, Reason
+
+# OpenAI's own names where it has one. `metadata["code"]` of an error, where given, is more exact.
+CODES: Final[Mapping[Reason, str]] = {
+    Reason.REQUEST_INVALID: "invalid_value",
+    Reason.IMAGE_INVALID: "image_parse_error",
+    Reason.IMAGE_TOO_LARGE: "image_too_large",
+    Reason.TOO_MANY_IMAGES: "too_many_images",
+    Reason.TENSOR_INVALID: "invalid_image_embeds",
+    Reason.TENSOR_TOO_LARGE: "image_embeds_too_large",
+    Reason.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded",
+    Reason.MODEL_NOT_FOUND: "model_not_found",
+    Reason.ENCODER_MISMATCH: "encoder_mismatch",
+    Reason.EMBEDDING_NOT_FOUND: "embedding_not_found",
+    Reason.URL_FORBIDDEN: "invalid_image_url",
+    Reason.URL_FETCH_FAILED: "failed_to_download_image",
+    Reason.BODY_TOO_LARGE: "body_too_large",
+    Reason.QUEUE_FULL: "queue_full",
+    Reason.NOT_READY: "not_ready",
+    Reason.NO_ENCODER: "no_encoder",
+    Reason.DEADLINE: "deadline_exceeded",
+    Reason.CANCELLED: "cancelled",
+    Reason.UNAUTHENTICATED: "invalid_api_key",
+    Reason.UNSUPPORTED: "unsupported_parameter",
+    Reason.INTERNAL: "internal_error",
+}
+_TYPES: Final = {401: "authentication_error", 429: "rate_limit_error"}
+_NO_CODE: Final = "null"
+_RETRY_SECONDS: Final = 1.0  # where the server gave no hint
+
+
+@dataclass(frozen=True)
+class HttpError:
+    """What goes on the wire."""
+
+    status: int
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+
+
+def invalid(message: str, param: str | None, code: str | None = "invalid_value") -> ChiasmError:
+    """A fault of the request's form. `code` None: OpenAI's null."""
+    return ChiasmError(Reason.REQUEST_INVALID, message, param, metadata={"code": code or _NO_CODE})
+
+
+def as_http(error: ChiasmError) -> HttpError:
+    """Status, body and headers that tell `error`."""
+    # The status that a translator found more exact than the table's: see `translate.told`.
+    status = int(error.metadata.get("http_status", error.http_status))
+    headers: dict[str, str] = {}
+    if status in {429, 503}:
+        wait = _RETRY_SECONDS if error.retry_after is None else error.retry_after
+        headers["retry-after"] = str(max(1, math.ceil(wait)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return HttpError(status, error_body(error, status), headers)
+
+
+def error_body(error: ChiasmError, status: int | None = None) -> dict[str, Any]:
+    """The JSON of `error`, for an answer or for an event in a stream."""
+    code = error.metadata.get("code") or CODES[error.reason]
+    return _body(
+        error.message,
+        _type_of(status or error.http_status),
+        error.field,
+        None if code == _NO_CODE else code,
+    )
+
+
+def plain_error(status: int, message: str, code: str | None) -> dict[str, Any]:
+    """The JSON of a failure that HTTP itself knows, such as an unknown path."""
+    return _body(message, _type_of(status), None, code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _type_of(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return _TYPES.get(status, "invalid_request_error")

@@ -1,0 +1,158 @@
+"""From the bytes of a body to a checked `ChatRequest`. Pure; raises ChiasmError with the path."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from chiasm.errors import ChiasmError, Reason
+from gateway.openai import paths
+from gateway.openai.errors import invalid
+from gateway.openai.schema import ChatRequest, Message
+
+# Each element of a list or an object costs up to a hundred bytes once parsed, and one comma here.
+_MAX_COMMAS: Final = 1_000_000
+_POSITION: Final = re.compile(r"at (line \d+ column \d+)$")
+
+
+def _off(value: Any) -> bool:
+    """Empty or false: as if it were absent."""
+    return not value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+def _leaves_choice(value: Any) -> bool:
+    return value in ("none", "auto")
+
+
+# What would change the answer and is not served, with the values of it that change nothing.
+_HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "n": lambda value: value == 1,
+    "logprobs": _off,
+    "top_logprobs": _off,
+    "logit_bias": _off,
+    "presence_penalty": _off,
+    "frequency_penalty": _off,
+    "repetition_penalty": lambda value: value == 1,
+    "tools": _off,
+    "tool_choice": _leaves_choice,
+    "functions": _off,
+    "function_call": _leaves_choice,
+    "response_format": _is_text,
+    "modalities": lambda value: value == ["text"],
+    "audio": _off,
+    "prediction": _off,
+    "web_search_options": lambda value: False,
+    # Beyond OpenAI: names that other servers of the same interface take.
+    "add_generation_prompt": lambda value: value is True,
+    "allowed_token_ids": _off,
+    "bad_words": _off,
+    "best_of": lambda value: value == 1,
+    "chat_template": _off,
+    "chat_template_kwargs": _off,
+    "continue_final_message": _off,
+    "documents": _off,
+    "echo": _off,
+    "guided_choice": _off,
+    "guided_grammar": _off,
+    "guided_json": _off,
+    "guided_regex": _off,
+    "include_stop_str_in_output": _off,
+    "length_penalty": lambda value: value == 1,
+    "logits_processors": _off,
+    "min_pixels": _off,
+    "max_pixels": _off,
+    "mm_processor_kwargs": _off,
+    "prompt_logprobs": lambda value: value is False,
+    "skip_special_tokens": lambda value: value is True,
+    "structured_outputs": _off,
+    "truncate_prompt_tokens": lambda value: False,
+    "use_beam_search": _off,
+}
+
+
+def parse_chat(body: bytes | bytearray) -> ChatRequest:
+    """The request in `body`. Raises REQUEST_INVALID or UNSUPPORTED with the field at fault."""
+    try:
+        request = ChatRequest.model_validate(_read_json(body))
+    except ValidationError as faults:
+        first = faults.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise paths.told(first) from None
+    _check_together(request)
+    _refuse_unserved(request)
+    return request
+
+
+def _read_json(body: bytes | bytearray) -> Any:
+    if not body:
+        raise invalid("The body is empty; send a JSON object.", None, "invalid_json")
+    if body.count(b",") > _MAX_COMMAS:
+        raise invalid(f"The body has more than {_MAX_COMMAS} elements.", None, "invalid_json")
+    try:
+        value = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        value = _read_lenient(body, str(error))
+    if not isinstance(value, dict):
+        raise invalid("The body must be a JSON object.", None, "invalid_type")
+    return value
+
+
+def _read_lenient(body: bytes | bytearray, fault: str) -> Any:
+    """JSON whose one fault is half a surrogate pair, so that the schema can say in which text."""
+    if "surrogate" in fault or "hex escape" in fault:
+        try:
+            return json.loads(body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            pass
+    position = _POSITION.search(fault)
+    place = f" (at {position[1]})" if position else ""
+    text = f"The body is not valid JSON in UTF-8{place}, or it is nested too deeply."
+    raise invalid(text, None, "invalid_json")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _check_together(request: ChatRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream to be true.", "stream_options")
+    if request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs to be true.", "top_logprobs")
+    for number, message in enumerate(request.messages):
+        _check_message(f"messages[{number}]", message)
+
+
+def _check_message(place: str, message: Message) -> None:
+    if message.role == "assistant":
+        return
+    if message.tool_calls:
+        raise invalid("Only the assistant makes tool calls.", f"{place}.tool_calls")
+    if message.content is None:
+        param = f"{place}.content"
+        text = f"The required field {param} is missing."
+        raise invalid(text, param, "missing_required_parameter")
+    if message.content == []:
+        raise invalid("The content has no part.", f"{place}.content", "empty_array")
+
+
+def _refuse_unserved(request: ChatRequest) -> None:
+    given = {name: getattr(request, name) for name in request.model_fields_set}
+    given |= request.model_extra or {}
+    for name, harmless in _HARMLESS.items():
+        value = given.get(name)
+        if value is None or harmless(value) or (name == "tools" and _kept_from_tools(request)):
+            continue
+        text = f"This version does not serve {name} with that value; leave it out."
+        raise ChiasmError(Reason.UNSUPPORTED, text, name)
+
+
+def _kept_from_tools(request: ChatRequest) -> bool:
+    """Tools that may not be called change nothing."""
+    return bool(request.tool_choice == "none")

@@ -1,0 +1,218 @@
+"""The body of `POST /v1/chat/completions`, as far as it is served.
+
+Null is the same as absent. Fields that are unknown are ignored, as OpenAI's clients echo back what
+they were sent; fields that are known, would change the answer and are not served are refused by
+`parse`. Types are strict: `"1"` is no number.
+"""
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from gateway.openai import paths
+
+PART_TYPES: Final = ("text", "image_url", "image_embeds", "refusal")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_MAX_INT32: Final = 2**31 - 1
+_MAX_STOPS: Final = 16
+_MAX_STOP_LENGTH: Final = 256
+
+
+def _sound(text: str) -> str:
+    if "\0" in text:
+        raise PydanticCustomError("nul_character", "The text holds a NUL character; remove it.")
+    if not text.isascii() and _SURROGATE.search(text):
+        raise PydanticCustomError(
+            "lone_surrogate", "The text holds half of a surrogate pair, no character; remove it."
+        )
+    return text
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_image_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+def _content_tag(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<parts>" if isinstance(value, list) else None
+
+
+def _embeds_tag(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<base64>"
+    return "<object>" if isinstance(value, dict) else None
+
+
+def _part_tag(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in PART_TYPES else None
+
+
+Text = Annotated[str, AfterValidator(_sound)]
+Name = Annotated[str, Field(max_length=64), AfterValidator(_sound)]
+StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH), AfterValidator(_sound)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+Detail = Literal["low", "high", "auto", "original"]
+
+
+Embeds = Annotated[
+    Annotated[str, Tag("<base64>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(
+        _embeds_tag,
+        custom_error_type="embeds_type",
+        custom_error_message="The embedding is a text, base64 of a file of torch.save, numpy.save "
+        "or safetensors, or an object with that text under image_embeds.",
+    ),
+]
+
+
+class Body(BaseModel):
+    """An object of the request. What it does not name is ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {key: inner for key, inner in value.items() if inner is not None}
+        return value
+
+
+class TextPart(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class RefusalPart(Body):
+    """The model's own refusal in an earlier turn, sent back."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class ImageUrl(Body):
+    """A picture by its URL, and how closely to look at it."""
+
+    url: str
+    detail: Detail = "auto"
+
+
+class ImageUrlPart(Body):
+    """A picture; the URL alone is taken too, as some clients send it."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_as_image_url)]
+
+
+class ImageEmbedsPart(Body):
+    """Precomputed features: base64 of a file of torch.save, numpy.save or safetensors, alone or in
+    an object beside further tensors, which no served model family takes yet."""
+
+    type: Literal["image_embeds"]
+    image_embeds: Embeds
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImageUrlPart, Tag("<image_url>")]
+    | Annotated[ImageEmbedsPart, Tag("<image_embeds>")],
+    Discriminator(
+        _part_tag,
+        custom_error_type=paths.PART_TYPE,
+        custom_error_message=f"The type of a part is one of {', '.join(PART_TYPES)}.",
+    ),
+]
+Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(
+        _content_tag,
+        custom_error_type="content_type",
+        custom_error_message="The content is a text or a list of parts.",
+    ),
+]
+
+
+class Function(Body):
+    """The function of an earlier tool call; its arguments are text, whole JSON or not."""
+
+    name: Text
+    arguments: Text = ""
+
+
+class ToolCall(Body):
+    """A tool call in an earlier turn."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(Body):
+    """One message of the conversation. Its content may be absent for the assistant alone."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
+    tool_call_id: Text | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(Body):
+    """The request. Further fields stay in `model_extra`, for `parse` to judge."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Text
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_INT32)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    # -1 is vLLM's way to say "all".
+    top_k: int | None = Field(None, ge=-1, le=_MAX_INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[
+        list[StopText], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
+    ] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
+    ignore_eos: bool | None = None
+    # Ranges are checked even where only one value is served: 129 is wrong, 2 is not served.
+    n: int = Field(1, ge=1, le=128)
+    presence_penalty: float = Field(0, ge=-2, le=2)
+    frequency_penalty: float = Field(0, ge=-2, le=2)
+    repetition_penalty: float = Field(1, gt=0, le=2)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Any] = []
+    tool_choice: Any = None
+    response_format: Any = None

@@ -1,0 +1,171 @@
+"""A checked `ChatRequest` to a `GenerateRequest`; the LLM service's errors back to JSON paths."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from chiasm import wire
+from chiasm.errors import ChiasmError, Reason
+from chiasm.v1 import llm_service_pb2
+from gateway.llm import Card
+from gateway.openai.parts import PartReader
+from gateway.openai.schema import (
+    ChatRequest,
+    ImageEmbedsPart,
+    ImageUrlPart,
+    Message,
+    Part,
+)
+from gateway.settings import PictureLimits
+
+_S = llm_service_pb2
+_ROLES: Final = {
+    "system": _S.ROLE_SYSTEM,
+    "developer": _S.ROLE_SYSTEM,
+    "user": _S.ROLE_USER,
+    "assistant": _S.ROLE_ASSISTANT,
+    "tool": _S.ROLE_TOOL,
+}
+_OF_A_PART: Final = re.compile(r"messages\[(\d+)\]\.parts\[(\d+)\]")
+_ALL_PARTS: Final = re.compile(r"^(messages\[\d+\])\.parts$")
+_SAMPLING: Final = {
+    "min_token_count": "min_tokens",
+    "choice_count": "n",
+    "top_logprob_count": "top_logprobs",
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where in the JSON each part of a request came from; messages and parts keep their order.
+
+    `parts[i][j]` is the path of part `j` within the content of message `i`, empty for a content
+    that was one text. `limit` names the field that bounds the answer.
+    """
+
+    parts: tuple[tuple[str, ...], ...]
+    limit: str
+
+    def told(self, error: ChiasmError) -> ChiasmError:
+        """`error` of the LLM service with its field as a path of the JSON."""
+        code = error.metadata.get("code")
+        metadata = {"code": code} if code else {}
+        if error.reason is Reason.ENCODER_MISMATCH and not self._is_embedding(error.field):
+            # The caller sent a picture: encoders and language model do not belong together.
+            metadata["http_status"] = "502"
+        field = None if error.field is None else self._path(error.field)
+        return ChiasmError(error.reason, error.message, field, error.retry_after, metadata)
+
+    def _path(self, field: str) -> str:
+        part = _OF_A_PART.match(field)
+        if part:
+            inner = self._inner(part)
+            return f"messages[{part[1]}].content{inner}"
+        if field.startswith("sampling."):
+            name = field.removeprefix("sampling.")
+            return self.limit if name == "max_token_count" else _SAMPLING.get(name, name)
+        return _ALL_PARTS.sub(r"\1.content", field)
+
+    def _is_embedding(self, field: str | None) -> bool:
+        part = _OF_A_PART.match(field or "")
+        return part is not None and ".image_embeds" in self._inner(part)
+
+    def _inner(self, part: re.Match[str]) -> str:
+        message, number = int(part[1]), int(part[2])
+        known = self.parts[message] if message < len(self.parts) else ()
+        return known[number] if number < len(known) else ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the LLM service takes it, and what tells its errors in JSON's terms."""
+
+    wired: wire.Wired[llm_service_pb2.GenerateRequest]
+    places: Places
+
+
+async def translate(chat: ChatRequest, card: Card, limits: PictureLimits) -> Asked:
+    """The LLM service's form of `chat`. Raises ChiasmError with the path of the fault."""
+    _check_image_count(chat.messages, min(limits.max_images, card.max_image_count))
+    reader = PartReader(limits, card, wire.Buffers())
+    messages = [
+        await _translate_message(message, f"messages[{number}]", reader)
+        for number, message in enumerate(chat.messages)
+    ]
+    request = _S.GenerateRequest(model=chat.model, messages=messages, sampling=sampling_of(chat))
+    return Asked(wire.Wired(request, reader.buffers), places_of(chat))
+
+
+def check_model(asked: str, card: Card) -> None:
+    """Raises MODEL_NOT_FOUND unless `asked` is what is served."""
+    if asked != card.model_id:
+        text = f"There is no such model here; the one served is {card.model_id!r}."
+        raise ChiasmError(Reason.MODEL_NOT_FOUND, text, "model")
+
+
+def sampling_of(chat: ChatRequest) -> llm_service_pb2.SamplingParameters:
+    """How the answer is drawn; what the request leaves open stays open."""
+    newer = chat.max_completion_tokens
+    return _S.SamplingParameters(
+        temperature=chat.temperature,
+        top_p=chat.top_p,
+        top_k=None if chat.top_k is None else max(chat.top_k, 0),
+        min_p=chat.min_p,
+        seed=chat.seed,
+        max_token_count=chat.max_tokens if newer is None else newer,
+        min_token_count=chat.min_tokens,
+        stop=chat.stop,
+        stop_token_ids=chat.stop_token_ids,
+        ignore_eos=chat.ignore_eos,
+    )
+
+
+async def _translate_message(
+    message: Message, place: str, reader: PartReader
+) -> llm_service_pb2.Message:
+    calls = [
+        _S.ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
+        for call in message.tool_calls
+    ]
+    return _S.Message(
+        role=_ROLES[message.role],
+        parts=await reader.read(message, place),
+        name=message.name,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _check_image_count(messages: Sequence[Message], limit: int) -> None:
+    count = sum(
+        isinstance(part, ImageUrlPart | ImageEmbedsPart)
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+    if count > limit:
+        text = f"The conversation has {count} pictures, in all its messages; the limit is {limit}."
+        raise ChiasmError(Reason.TOO_MANY_IMAGES, text, "messages")
+
+
+def places_of(chat: ChatRequest) -> Places:
+    """The paths of `chat`, without its content."""
+    newer = chat.max_completion_tokens is not None
+    return Places(
+        tuple(_inner_paths(message.content) for message in chat.messages),
+        "max_completion_tokens" if newer else "max_tokens",
+    )
+
+
+def _inner_paths(content: str | list[Part] | None) -> tuple[str, ...]:
+    if not isinstance(content, list):
+        return ("",)
+    return tuple(f"[{number}].{_field_of(part)}" for number, part in enumerate(content))
+
+
+def _field_of(part: Part) -> str:
+    if isinstance(part, ImageUrlPart):
+        return "image_url.url"
+    nested = isinstance(part, ImageEmbedsPart) and isinstance(part.image_embeds, dict)
+    return "image_embeds.image_embeds" if nested else part.type

@@ -1,0 +1,199 @@
+"""The queue is bounded, and work that nobody waits for costs nothing."""
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
+from chiasm.images import DEFAULT_LIMITS
+from chiasm.models.contract import FixedRows
+from chiasm.models.vision import VisionHalf
+from chiasm.v1 import encoder_service_pb2 as pb
+from encoder_service.batcher import Batcher, Interest, Load
+from encoder_service.metrics import EncoderMetrics
+from tests.encoder_service.calls import Service, picture, serving, settings_for
+from tests.encoder_service.gated_tower import GatedTower
+
+
+@asynccontextmanager
+async def busy(
+    checkpoint: Path, half: VisionHalf, **changes: Any
+) -> AsyncIterator[tuple[Service, GatedTower]]:
+    """A service whose tower holds one picture (of seed 0) until the block is left."""
+    tower = GatedTower(half)
+    async with serving(settings_for(checkpoint, **changes), tower) as service:
+        with tower.held():
+            first = asyncio.create_task(service.encode(picture(0)))
+            assert await asyncio.to_thread(tower.waiting.wait, 10)
+            yield service, tower
+        await first
+
+
+async def test_a_full_queue_refuses_with_a_time_to_retry(
+    checkpoint: Path, half: VisionHalf
+) -> None:
+    async with busy(checkpoint, half, max_queue_images=2) as (service, tower):
+        waiting = [asyncio.create_task(service.encode(picture(seed))) for seed in (1, 2)]
+        await service.until_queued(2)
+        with pytest.raises(ChiasmError, match="2 pictures wait") as refused:
+            await service.encode(picture(3))
+        assert refused.value.reason is Reason.QUEUE_FULL
+        assert refused.value.grpc_code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.retry_after is not None
+        assert refused.value.retry_after >= 0.1
+        # Who waits for the same picture takes no place.
+        shared = asyncio.create_task(service.encode(picture(1)))
+        tower.release()
+        assert len(await asyncio.gather(*waiting, shared)) == 3
+
+
+@pytest.mark.parametrize(
+    ("bound", "what"), [("max_queue_bytes", "bytes"), ("max_queue_patches", "patches")]
+)
+async def test_bytes_and_patches_bound_the_queue_too(
+    checkpoint: Path, half: VisionHalf, bound: str, what: str
+) -> None:
+    async with busy(checkpoint, half, **{bound: 5}) as (service, _):
+        alone = asyncio.create_task(service.encode(picture(1)))
+        await service.until_queued(1)  # a single picture is always taken
+        with pytest.raises(ChiasmError, match=what) as refused:
+            await service.encode(picture(2))
+        assert refused.value.reason is Reason.QUEUE_FULL
+        alone.cancel()
+
+
+async def test_a_cancelled_call_leaves_the_queue_uncomputed(
+    checkpoint: Path, half: VisionHalf
+) -> None:
+    async with busy(checkpoint, half) as (service, tower):
+        calls = [asyncio.create_task(service.encode(picture(seed))) for seed in (1, 2, 3)]
+        await service.until_queued(3)
+        for call in calls[:2]:
+            call.cancel()
+        await service.until_queued(1)
+        tower.release()
+        await calls[2]
+        assert tower.encoded_images == 2  # the one in the tower, and the one still wanted
+        dropped = [
+            service.figure("dropped_total", stage=stage, cause="cancelled")
+            for stage in ("preprocess", "forward")
+        ]
+        assert sum(dropped) == 2
+        assert service.calls_ended("CANCELLED") == 2
+        assert service.calls_ended("INTERNAL") == 0
+
+
+async def test_work_past_its_deadline_is_never_computed(checkpoint: Path, half: VisionHalf) -> None:
+    async with busy(checkpoint, half) as (service, tower):
+        with pytest.raises(ChiasmError) as told:
+            await service.encode(picture(1), deadline=0.2)
+        assert told.value.reason is Reason.DEADLINE
+        await service.until_queued(0)
+        tower.release()
+        await service.encode(picture(2))
+        assert tower.encoded_images == 2
+        assert service.figure("dropped_total", stage="forward", cause="deadline") == 1
+
+
+async def test_one_who_leaves_takes_nothing_from_the_others(
+    checkpoint: Path, half: VisionHalf
+) -> None:
+    async with busy(checkpoint, half) as (service, tower):
+        leaver = asyncio.create_task(service.encode(picture(1)))
+        await service.until_queued(1)
+        stayer = asyncio.create_task(service.encode(picture(1)))
+        impatient = asyncio.create_task(service.encode(picture(1), deadline=0.2))
+        await service.until_active(4)
+        leaver.cancel()
+        with pytest.raises(ChiasmError):
+            await impatient
+        assert (await service.load()).queued_image_count == 1
+        tower.release()
+        assert (await stayer).message.source == pb.ENCODE_SOURCE_SHARED
+        assert tower.encoded_images == 2
+
+
+async def test_a_picture_given_up_in_the_tower_is_kept_for_the_next_call(
+    checkpoint: Path, half: VisionHalf
+) -> None:
+    tower = GatedTower(half)
+    async with serving(settings_for(checkpoint), tower) as service:
+        with tower.held():
+            leaver = asyncio.create_task(service.encode(picture(1)))
+            assert await asyncio.to_thread(tower.waiting.wait, 10)
+            leaver.cancel()
+            await service.until_active(0)
+        reply = await service.encode(picture(1))
+        assert tower.encoded_images == 1
+    assert reply.message.source in {pb.ENCODE_SOURCE_SHARED, pb.ENCODE_SOURCE_CACHE}
+
+
+async def test_the_load_tells_what_waits_and_what_runs(checkpoint: Path, half: VisionHalf) -> None:
+    async with busy(checkpoint, half) as (service, tower):
+        call = asyncio.create_task(service.encode(picture(1)))
+        await service.until_queued(1)
+        load = await service.load()
+        assert (load.queued_patch_count, load.in_flight_patch_count) == (4, 4)
+        assert (load.active_call_count, load.draining) == (2, False)
+        tower.release()
+        await call
+        load = await service.load()
+        assert load == pb.EncoderServiceGetLoadResponse()
+
+
+async def test_what_waits_when_the_batcher_stops_is_told_so(half: VisionHalf) -> None:
+    tower = GatedTower(half)
+    settings = settings_for(Path()).batcher
+    batcher = Batcher(tower, DEFAULT_LIMITS, settings, EncoderMetrics(CollectorRegistry()))
+    with tower.held():
+        async with batcher.running():
+            waiting = [batcher.submit(memoryview(picture(seed)), "", wanted()) for seed in (1, 2)]
+            assert await asyncio.to_thread(tower.waiting.wait, 10)
+            # Leaving waits for the tower's thread, which the gate holds.
+            asyncio.get_running_loop().call_later(0.1, tower.release)
+        for item in waiting:
+            with pytest.raises(ChiasmError, match="stopping"):
+                item.result.result()
+    with pytest.raises(ChiasmError) as refused:
+        batcher.submit(memoryview(picture(1)), "", wanted())
+    assert refused.value.reason is Reason.NOT_READY
+    assert batcher.load == Load()
+
+
+async def test_a_fault_of_the_processor_is_one_pictures_and_keeps_its_text(
+    half: VisionHalf,
+) -> None:
+    narrow = copy.copy(half)
+    narrow.contract = replace(half.contract, rows=NoWideRows(4))
+    batcher = Batcher(
+        narrow, DEFAULT_LIMITS, settings_for(Path()).batcher, EncoderMetrics(CollectorRegistry())
+    )
+    async with batcher.running():
+        wide = batcher.submit(memoryview(picture(1, (50, 20))), "req-1", wanted())
+        tall = batcher.submit(memoryview(picture(2, (20, 50))), "req-2", wanted())
+        with pytest.raises(ChiasmError) as told:
+            await wide.result
+        assert (await tall.result).features.rows.shape == (4, 64)
+    assert told.value.message == INTERNAL_TEXT
+    assert not batcher.broken.is_set()
+
+
+class NoWideRows(FixedRows):
+    """A rule with a bug: it cannot count the rows of a wide picture."""
+
+    def placeholder_count(self, height: int, width: int) -> int:
+        return self.row_count if height > width else 1 // (width - width)
+
+
+def wanted() -> Interest:
+    interest = Interest()
+    interest.join(None)
+    return interest
