@@ -36,16 +36,15 @@ class Options:
 
 
 def embedding_key(
-    tenant: str, identity: EncoderIdentity, content: bytes | memoryview, options: Options
+    tenant: str, identity: EncoderIdentity, digest: bytes, byte_count: int, options: Options
 ) -> bytes:
     """32 bytes that differ if the picture, its size, its owner, the encoder or an option differs.
 
-    Reads all of `content`: call it in a worker thread. Each field is framed by its length, so that
-    no two lists of fields give the same bytes.
+    `digest` is the SHA-256 of the picture file and `byte_count` its length. Each field is framed by
+    its length, so that no two lists of fields give the same bytes.
     """
-    digest = hashlib.sha256(content).digest()
     framed = hashlib.sha256()
-    for field in (tenant, *astuple(identity), digest, len(content), *astuple(options)):
+    for field in (tenant, *astuple(identity), digest, byte_count, *astuple(options)):
         data = field if isinstance(field, bytes) else repr(field).encode()
         framed.update(len(data).to_bytes(8, "little"))
         framed.update(data)
@@ -55,15 +54,18 @@ def embedding_key(
 class EmbeddingCache(Generic[V]):
     """Values by key within `capacity` bytes; the least recently used leaves first.
 
-    Lives on the event loop. `size` gives a value's bytes; 0 capacity keeps nothing.
+    Lives on the event loop. `size` gives a value's bytes, `on_eviction` counts; a capacity of 0
+    keeps nothing.
     """
 
-    def __init__(self, capacity: int, size: Callable[[V], int]) -> None:
+    def __init__(
+        self, capacity: int, size: Callable[[V], int], on_eviction: Callable[[], None]
+    ) -> None:
         self._capacity = capacity
         self._size = size
+        self._on_eviction = on_eviction
         self._entries: OrderedDict[bytes, V] = OrderedDict()
         self.byte_count = 0
-        self.evicted_count = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -83,7 +85,7 @@ class EmbeddingCache(Generic[V]):
         self._remove(key)
         while self.byte_count + needed > self._capacity:
             self._remove(next(iter(self._entries)))
-            self.evicted_count += 1
+            self._on_eviction()
         self._entries[key] = value
         self.byte_count += needed
 

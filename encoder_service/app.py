@@ -15,13 +15,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from chiasm import telemetry, torch_tensors
+from chiasm.embedding_cache import EmbeddingCache
 from chiasm.errors import ChiasmError
 from chiasm.models.checkpoint import CheckpointError, open_checkpoint
-from chiasm.models.vision import VisionHalf
+from chiasm.models.vision import ImageFeatures, VisionHalf
 from chiasm.rpc.server import Server, serve
 from chiasm.settings import shown
 from encoder_service.batcher import Batcher, Interest
-from encoder_service.cache import EmbeddingCache
 from encoder_service.metrics import EncoderMetrics
 from encoder_service.servicer import EncoderServicer, Loaded
 from encoder_service.settings import EncoderSettings
@@ -60,7 +60,7 @@ class EncoderService:
         batcher = Batcher(tower, self._settings.image_limits, self._settings.batcher, self._metrics)
         async with batcher.running():
             await _prove(batcher)
-            cache = EmbeddingCache(self._settings.cache_bytes, self._metrics)
+            cache = kept_features(self._settings.cache_bytes, self._metrics)
             flights = SingleFlight(batcher, cache, self._metrics)
             self._servicer.open(Loaded(tower.contract, family, flights, batcher.load, self._name()))
             await self.server.ready()
@@ -68,6 +68,16 @@ class EncoderService:
 
     def _name(self) -> str:
         return self._settings.encoder_name or f"{socket.gethostname()}:{self.server.port}"
+
+
+def kept_features(capacity: int, metrics: EncoderMetrics) -> EmbeddingCache[ImageFeatures]:
+    """The cache of an encoder, with its figures."""
+    cache: EmbeddingCache[ImageFeatures] = EmbeddingCache(
+        capacity, lambda features: features.byte_count, metrics.evictions.inc
+    )
+    metrics.cache_bytes.set_function(lambda: cache.byte_count)
+    metrics.cache_entries.set_function(lambda: len(cache))
+    return cache
 
 
 @asynccontextmanager

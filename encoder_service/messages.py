@@ -1,9 +1,9 @@
 """Protobuf messages to and from the values used here: the one place that knows their fields."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chiasm import tensors, torch_tensors
+from chiasm.embedding_cache import Options
 from chiasm.errors import ChiasmError, Reason
 from chiasm.images import FORMATS, ImageLimits
 from chiasm.models.contract import ImageContract
@@ -16,7 +16,6 @@ from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.v1 import image_pb2
 from chiasm.wire import Buffers, Wired, plain
 from encoder_service.batcher import StageTimes
-from encoder_service.cache import Options
 from encoder_service.single_flight import Source
 from encoder_service.tower import refusal
 
@@ -83,8 +82,7 @@ def _read_options(options: image_pb2.ImageOptions) -> Options:
                 f"This model scales every image to one size and has no {name}; leave it out.",
                 f"image.options.{name}",
             )
-    # Every family here has one resolution, and "unspecified" means AUTO.
-    return Options(options.detail or image_pb2.IMAGE_DETAIL_AUTO, None, None)
+    return Options.of(options)
 
 
 def check_expected(request: Request, identity: EncoderIdentity) -> None:
@@ -104,19 +102,22 @@ def check_expected(request: Request, identity: EncoderIdentity) -> None:
     )
 
 
-def to_unary(answer: Answer) -> Wired[pb.EncodeImageResponse]:
-    """The unary reply. Raises TENSOR_TOO_LARGE above `limits.MAX_UNARY_TENSOR_BYTES`."""
-    arrays = _arrays(answer.features)
-    byte_count = sum(array.data.nbytes for array in arrays)
+def check_unary(reply: Wired[pb.EncodeImageResponse]) -> None:
+    """Raises TENSOR_TOO_LARGE above `limits.MAX_UNARY_TENSOR_BYTES`."""
+    byte_count = reply.buffers.byte_count
     if byte_count > limits.MAX_UNARY_TENSOR_BYTES:
         raise ChiasmError(
             Reason.TENSOR_TOO_LARGE,
             f"The embedding has {byte_count} bytes and a unary reply takes at most "
             f"{limits.MAX_UNARY_TENSOR_BYTES}; call EncodeImageStream.",
         )
+
+
+def to_reply(answer: Answer) -> Wired[pb.EncodeImageResponse]:
+    """The reply, whole; `chiasm.rpc.embedding_stream` cuts it into chunks where it must."""
     buffers = Buffers()
     embedding = _embedding(answer)
-    features, *levels = (tensors.to_wire(array, buffers) for array in arrays)
+    features, *levels = (tensors.to_wire(array, buffers) for array in _arrays(answer.features))
     embedding.features.CopyFrom(features)
     embedding.levels.extend(levels)
     response = pb.EncodeImageResponse(
@@ -126,42 +127,6 @@ def to_unary(answer: Answer) -> Wired[pb.EncodeImageResponse]:
         encoder_name=answer.encoder_name,
     )
     return Wired(response, buffers)
-
-
-def to_header(answer: Answer) -> Wired[pb.EncodeImageStreamResponse]:
-    """The first message of the chunked reply."""
-    arrays = _arrays(answer.features)
-    embedding = _embedding(answer)
-    features, *levels = (tensors.describe(array) for array in arrays)
-    embedding.features.CopyFrom(features)
-    embedding.levels.extend(levels)
-    header = pb.StreamHeader(
-        embedding=embedding,
-        total_byte_count=sum(array.data.nbytes for array in arrays),
-        source=_SOURCES[answer.source],
-        timings=_timings(answer),
-        encoder_name=answer.encoder_name,
-    )
-    return plain(pb.EncodeImageStreamResponse(header=header))
-
-
-def pieces(features: ImageFeatures) -> Iterator[memoryview]:
-    """The bytes of all tensors in order, in runs of at most `limits.CHUNK_BYTES`."""
-    for array in _arrays(features):
-        for start in range(0, array.data.nbytes, limits.CHUNK_BYTES):
-            yield array.data[start : start + limits.CHUNK_BYTES]
-
-
-def to_chunk(piece: memoryview, byte_offset: int) -> Wired[pb.EncodeImageStreamResponse]:
-    """One chunk of the chunked reply."""
-    buffers = Buffers()
-    chunk = pb.StreamChunk(byte_offset=byte_offset, data=buffers.put(piece))
-    return Wired(pb.EncodeImageStreamResponse(chunk=chunk), buffers)
-
-
-def to_trailer(digest: bytes) -> Wired[pb.EncodeImageStreamResponse]:
-    """The last message of the chunked reply; `digest` is the SHA-256 of all pieces."""
-    return plain(pb.EncodeImageStreamResponse(trailer=pb.StreamTrailer(digest=digest)))
 
 
 def to_model(

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import chiasm
+from chiasm.embedding_cache import embedding_key
 from chiasm.errors import ChiasmError, Reason
 from chiasm.images import ImageLimits
 from chiasm.models.contract import ImageContract
+from chiasm.rpc.embedding_stream import send_embedding
 from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
 from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.wire import Wired, plain
 from encoder_service import messages
 from encoder_service.batcher import Load
-from encoder_service.cache import key_of, tensor_bytes
 from encoder_service.messages import Answer, Picture
 from encoder_service.metrics import EncoderMetrics
 from encoder_service.single_flight import Obtained, SingleFlight
@@ -72,7 +73,8 @@ class EncoderServicer:
         with self._counted():
             answer = await self._answer(request, call)
             with self._metrics.stage_seconds.labels("reply").time():
-                response = messages.to_unary(answer)
+                response = messages.to_reply(answer)
+                messages.check_unary(response)
             self._metrics.sent_bytes.inc(response.buffers.byte_count)
             return response
 
@@ -80,15 +82,12 @@ class EncoderServicer:
         self, request: Wired[pb.EncodeImageStreamRequest], call: Call
     ) -> AsyncIterator[Wired[pb.EncodeImageStreamResponse]]:
         with self._counted():
-            answer = await self._answer(request, call)
-            yield messages.to_header(answer)
-            digest, sent = hashlib.sha256(), 0
-            for piece in messages.pieces(answer.features):
-                await _add(digest, piece)
-                yield messages.to_chunk(piece, sent)
-                sent += piece.nbytes
-                self._metrics.sent_bytes.inc(piece.nbytes)
-            yield messages.to_trailer(digest.digest())
+            reply = messages.to_reply(await self._answer(request, call))
+            chunks = send_embedding(reply)
+            # The digest of a chunk takes milliseconds: off the event loop.
+            while (event := await asyncio.to_thread(next, chunks, None)) is not None:
+                yield event
+            self._metrics.sent_bytes.inc(reply.buffers.byte_count)
 
     async def _get_model(
         self, request: Wired[pb.EncoderServiceGetModelRequest], call: Call
@@ -134,7 +133,7 @@ class EncoderServicer:
         return answer
 
     async def _obtain(self, ready: Loaded, picture: Picture, digest: bytes, call: Call) -> Obtained:
-        key = key_of(
+        key = embedding_key(
             picture.tenant,
             ready.contract.expected_identity,
             digest,
@@ -170,7 +169,7 @@ def _note(call: Call, answer: Answer) -> None:
     call.notes.update(
         source=answer.source.name.lower(),
         rows=answer.features.rows.shape[0],
-        bytes=tensor_bytes(answer.features),
+        bytes=answer.features.byte_count,
         preprocess_ms=round(times.preprocess * 1000, 1),
         queue_ms=round(times.queue * 1000, 1),
         forward_ms=round(times.forward * 1000, 1),

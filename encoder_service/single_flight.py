@@ -8,11 +8,11 @@ import asyncio
 from dataclasses import dataclass
 from enum import Enum
 
+from chiasm.embedding_cache import EmbeddingCache
 from chiasm.errors import ChiasmError, Reason
 from chiasm.models.vision import ImageFeatures
 from chiasm.rpc.context import seconds_left
 from encoder_service.batcher import Batcher, Encoded, Interest, Item, StageTimes
-from encoder_service.cache import EmbeddingCache
 from encoder_service.metrics import EncoderMetrics
 
 
@@ -36,7 +36,9 @@ class Obtained:
 class SingleFlight:
     """Features by key: kept, being computed, or computed now."""
 
-    def __init__(self, batcher: Batcher, cache: EmbeddingCache, metrics: EncoderMetrics) -> None:
+    def __init__(
+        self, batcher: Batcher, cache: EmbeddingCache[ImageFeatures], metrics: EncoderMetrics
+    ) -> None:
         self._batcher = batcher
         self._cache = cache
         self._metrics = metrics

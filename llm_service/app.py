@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from chiasm import settings as settings_reader
 from chiasm import telemetry, torch_tensors
+from chiasm.embedding_cache import EmbeddingCache
 from chiasm.models.language import LanguageHalf
 from chiasm.models.vision import VisionHalf
 from chiasm.rpc.server import Server, serve
+from llm_service.embeddings import Rows
 from llm_service.engine.engine import EmbeddedEngine, Engine
 from llm_service.engine.values import (
     DecoderParts,
@@ -74,9 +76,10 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     registry = telemetry.new_registry()
     model = await asyncio.to_thread(_load_language, settings)
     with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
-        vision = await _open_vision(settings, model, workers)
+        metrics = LlmMetrics(registry)
+        vision = await _open_vision(settings, model, workers, metrics)
         try:
-            servicer = _servicer(settings, model, engine, vision, workers, LlmMetrics(registry))
+            servicer = _servicer(settings, model, engine, vision, workers, metrics)
             server = Server(settings.server, servicer.service(), registry)
             with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as port:
                 await server.start()
@@ -100,7 +103,7 @@ def _load_language(settings: LlmSettings) -> LanguageHalf:
 
 
 async def _open_vision(
-    settings: LlmSettings, model: LanguageHalf, workers: Executor
+    settings: LlmSettings, model: LanguageHalf, workers: Executor, metrics: LlmMetrics
 ) -> VisionSource:
     if settings.vision == "none":
         return NoVision()
@@ -110,8 +113,11 @@ async def _open_vision(
     else:
         half = await asyncio.to_thread(_load_vision, settings)
         source = LocalTower(half, settings.image_limits, workers)
-    identity = model.contract.expected_identity
-    return CachedSource(source, identity, settings.embedding_cache_bytes, workers)
+    entries: EmbeddingCache[Rows] = EmbeddingCache(
+        settings.embedding_cache_bytes, lambda rows: rows.byte_count, metrics.cache_evictions.inc
+    )
+    metrics.cache_bytes.set_function(lambda: entries.byte_count)
+    return CachedSource(source, model.contract.expected_identity, entries, workers)
 
 
 def _load_vision(settings: LlmSettings) -> VisionHalf:

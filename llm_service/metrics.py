@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -40,6 +40,14 @@ class LlmMetrics:
             "chiasm_llm_time_to_first_token_seconds",
             "Time from a call's arrival to its first token.",
             buckets=DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.cache_bytes = Gauge(
+            "chiasm_llm_embedding_cache_bytes", "Bytes of the embeddings kept.", registry=registry
+        )
+        self.cache_evictions = Counter(
+            "chiasm_llm_embedding_cache_evictions",
+            "Embeddings dropped to make room.",
             registry=registry,
         )
         self.refused = Counter(

@@ -86,8 +86,10 @@ async def _all_ways(options: argparse.Namespace, client: AsyncClient) -> AsyncIt
         ways = await stack.enter_async_context(http_ways(options.url, tokens, options.timeout))
         ways += grpc_ways(client, tokens)
         if options.model is not None:
+            # Both take seconds to load, so both at once.
+            whole = asyncio.create_task(_whole_way(options))
             ways.append(await stack.enter_async_context(_local_way(options, model_id)))
-            ways.append(await _whole_way(options))
+            ways.append(await whole)
         yield ways
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
 from chiasm.cli.dialogue import Dialogue, Picture
 from chiasm.images import decode_image
@@ -21,7 +21,8 @@ class WholeModel:
     """A whole model that answers dialogues greedily, one at a time."""
 
     def __init__(self, directory: Path, dtype: str, max_tokens: int) -> None:
-        disable_progress_bar()
+        notes: Any = logging
+        notes.disable_progress_bar()
         automatic: Any = AutoModelForImageTextToText
         processors: Any = AutoImageProcessor
         self._model: Any = automatic.from_pretrained(

@@ -77,6 +77,11 @@ class ImageFeatures:
     grid_thw: Grid | None
     image_size: tuple[int, int]
 
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the rows and of all levels."""
+        return self.rows.nbytes + sum(level.nbytes for level in self.levels)
+
 
 class VisionHalf:
     """Tower and projector of one checkpoint, with its image processor."""

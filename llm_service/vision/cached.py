@@ -1,6 +1,7 @@
 """A vision source behind a cache of its rows, keyed by tenant, encoder and content."""
 
 import asyncio
+import hashlib
 import time
 from concurrent.futures import Executor
 
@@ -15,27 +16,33 @@ class CachedSource:
     """Asks `source` only for pictures whose rows are not held. Only successes are kept."""
 
     def __init__(
-        self, source: VisionSource, identity: EncoderIdentity, capacity: int, workers: Executor
+        self,
+        source: VisionSource,
+        identity: EncoderIdentity,
+        entries: EmbeddingCache[Rows],
+        workers: Executor,
     ) -> None:
         self._source = source
         self._identity = identity
         self._workers = workers
-        self.entries: EmbeddingCache[Rows] = EmbeddingCache(capacity, lambda rows: rows.byte_count)
+        self._entries = entries
 
     async def encode(self, image: RawImage, asked: Asked) -> Fetched:
         began = time.monotonic()
         key = await asyncio.get_running_loop().run_in_executor(
             self._workers, self._key, image, asked.tenant
         )
-        rows = self.entries.get(key)
+        rows = self._entries.get(key)
         if rows is not None:
             return Fetched(rows, "cache", fetch_seconds=time.monotonic() - began)
         fetched = await self._source.encode(image, asked)
-        self.entries.put(key, fetched.rows)
+        self._entries.put(key, fetched.rows)
         return fetched
 
     async def close(self) -> None:
         await self._source.close()
 
     def _key(self, image: RawImage, tenant: str) -> bytes:
-        return embedding_key(tenant, self._identity, image.data, Options.of(image.options))
+        digest = hashlib.sha256(image.data).digest()
+        options = Options.of(image.options)
+        return embedding_key(tenant, self._identity, digest, len(image.data), options)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from chiasm.embedding_cache import EmbeddingCache, Options, embedding_key
 from chiasm.models.vision import ImageFeatures, VisionHalf
 from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.v1 import image_pb2
-from encoder_service.cache import EmbeddingCache, Options, key_of
+from encoder_service.app import kept_features
 from encoder_service.metrics import EncoderMetrics
 from tests.encoder_service.calls import picture, rows_of, serving, settings_for
 from tests.encoder_service.gated_tower import GatedTower
+
+Kept = EmbeddingCache[ImageFeatures]
 
 
 async def test_sixty_four_calls_for_eight_pictures_compute_eight(
@@ -86,11 +89,11 @@ def features(elements: int) -> ImageFeatures:
 
 
 @pytest.fixture
-def small_cache() -> EmbeddingCache:
-    return EmbeddingCache(10_000, EncoderMetrics(CollectorRegistry()))
+def small_cache() -> Kept:
+    return kept_features(10_000, EncoderMetrics(CollectorRegistry()))
 
 
-def test_the_least_recently_used_entry_leaves_first(small_cache: EmbeddingCache) -> None:
+def test_the_least_recently_used_entry_leaves_first(small_cache: Kept) -> None:
     for name in (b"a", b"b", b"c"):
         small_cache.put(name, features(100))
     assert small_cache.get(b"a") is not None
@@ -100,14 +103,14 @@ def test_the_least_recently_used_entry_leaves_first(small_cache: EmbeddingCache)
     ]  # fmt: skip
 
 
-def test_an_entry_larger_than_the_cache_evicts_nobody(small_cache: EmbeddingCache) -> None:
+def test_an_entry_larger_than_the_cache_evicts_nobody(small_cache: Kept) -> None:
     small_cache.put(b"a", features(100))
     small_cache.put(b"b", features(10_000))
     assert small_cache.get(b"a") is not None
     assert small_cache.get(b"b") is None
 
 
-def test_an_entry_put_twice_counts_once(small_cache: EmbeddingCache) -> None:
+def test_an_entry_put_twice_counts_once(small_cache: Kept) -> None:
     small_cache.put(b"a", features(100))
     once = small_cache.byte_count
     small_cache.put(b"a", features(100))
@@ -119,16 +122,18 @@ def test_every_field_of_a_key_counts_and_no_two_run_together(half: VisionHalf) -
     base = ("t", half.identity, b"\0" * 32, 5, options)
     other_identity = replace(half.identity, weights_digest="0" * 64)
     keys = {
-        key_of(*base),
-        key_of("", *base[1:]),
-        key_of("t", other_identity, *base[2:]),
-        key_of("t", half.identity, b"\1" * 32, 5, options),
-        key_of("t", half.identity, b"\0" * 32, 6, options),
-        key_of(*base[:4], Options(2, None, None)),
-        key_of(*base[:4], Options(1, 7, None)),
-        key_of(*base[:4], Options(1, None, 7)),
-        key_of("t'" + half.identity.model_id, replace(half.identity, model_id=""), *base[2:]),
+        embedding_key(*base),
+        embedding_key("", *base[1:]),
+        embedding_key("t", other_identity, *base[2:]),
+        embedding_key("t", half.identity, b"\1" * 32, 5, options),
+        embedding_key("t", half.identity, b"\0" * 32, 6, options),
+        embedding_key(*base[:4], Options(2, None, None)),
+        embedding_key(*base[:4], Options(1, 7, None)),
+        embedding_key(*base[:4], Options(1, None, 7)),
+        embedding_key(
+            "t'" + half.identity.model_id, replace(half.identity, model_id=""), *base[2:]
+        ),
     }
     assert len(keys) == 9
     assert {len(key) for key in keys} == {32}
-    assert key_of(*base) in keys
+    assert embedding_key(*base) in keys

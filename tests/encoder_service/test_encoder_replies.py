@@ -21,7 +21,7 @@ from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.v1 import encoder_service_pb2_grpc, image_pb2
 from chiasm.wire import plain
 from encoder_service.batcher import StageTimes
-from encoder_service.messages import Answer, to_unary
+from encoder_service.messages import Answer, check_unary, to_reply
 from encoder_service.single_flight import Source
 from tests.encoder_service.calls import (
     picture,
@@ -187,7 +187,7 @@ def test_an_embedding_above_the_unary_limit_points_to_the_chunked_form(half: Vis
     features = ImageFeatures(rows, (), rows.shape[0], None, (1, 1))
     answer = Answer(features, half.identity, b"", Source.COMPUTED, StageTimes(), 0.0, "eye")
     with pytest.raises(ChiasmError, match="EncodeImageStream") as refused:
-        to_unary(answer)
+        check_unary(to_reply(answer))
     assert refused.value.reason is Reason.TENSOR_TOO_LARGE
 
 
@@ -195,7 +195,7 @@ def test_extra_levels_follow_the_rows(half: VisionHalf) -> None:
     rows = torch.arange(256.0).reshape(4, 64)
     features = ImageFeatures(rows, (rows + 1, rows + 2), 1, (1, 4, 4), (8, 8))
     answer = Answer(features, half.identity, b"", Source.COMPUTED, StageTimes(), 0.0, "eye")
-    response = to_unary(answer)
+    response = to_reply(answer)
     levels = response.message.embedding.levels
     sent = [tensors.from_wire(level, response.data(level.data)) for level in levels]
     assert [float(level.to_float32()[0, 0]) for level in sent] == [1.0, 2.0]
