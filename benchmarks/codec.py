@@ -1,4 +1,4 @@
-"""`python -m benchmarks.codec`: an embedding from array to array, against a plain copy of its bytes.
+"""`python -m benchmarks.codec`: an embedding from array to array, against a plain copy of it.
 
 Prints, per size, the time from an array to received array (serialise, one copy as a socket's reader
 makes it, parse) through Chiasm's codec and through the stock protobuf stubs, the rate of a plain
