@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,17 @@ from gateway.settings import GatewaySettings
 _RECHECK_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """A request that the LLM service answers, and the form in which the answer is wanted."""
+
+    answers: Answers
+    places: Places
+    head: Head
+    stream: bool
+    include_usage: bool
+
+
 class Chat:
     """Answers conversations with one LLM service."""
 
@@ -39,6 +51,13 @@ class Chat:
     async def answer(self, request: Request) -> Response:
         """The answer, or a stream of it once the LLM service has accepted the request."""
         exchange = exchange_of(request.scope)
+        accepted = await self._accepted(request, exchange)
+        if accepted.stream:
+            return EventStream(_events(accepted, exchange))
+        return JSONResponse(await unless_gone(request.receive, _gather(accepted, exchange)))
+
+    async def _accepted(self, request: Request, exchange: Exchange) -> Accepted:
+        # The request's text and pictures end with this call: an answer may take minutes.
         with self._budget.lease() as lease:
             body = await read_body(request, self._settings.max_body_bytes, lease)
             self._metrics.body_bytes.observe(len(body))
@@ -46,13 +65,9 @@ class Chat:
             del body
             exchange.notes["stream"] = chat.stream
             answers, places = await unless_gone(request.receive, self._ask(chat, exchange))
-        head = Head(chat.model)
-        if chat.stream:
-            usage = chat.stream_options is not None and chat.stream_options.include_usage
-            chunks = Chunks(head, include_usage=usage)
-            return EventStream(_events(answers, places, chunks, exchange))
-        gathering = _gather(answers, places, Whole(head), exchange)
-        return JSONResponse(await unless_gone(request.receive, gathering))
+        options = chat.stream_options
+        usage = options is not None and options.include_usage
+        return Accepted(answers, places, Head(chat.model), chat.stream, usage)
 
     async def _ask(self, chat: ChatRequest, exchange: Exchange) -> tuple[Answers, Places]:
         card = await self._card_of(chat.model, exchange.request_id)
@@ -79,30 +94,30 @@ class Chat:
         return max(self._settings.request_timeout_seconds - spent, 0.001)
 
 
-async def _gather(answers: Answers, places: Places, whole: Whole, exchange: Exchange) -> Json:
+async def _gather(accepted: Accepted, exchange: Exchange) -> Json:
+    whole = Whole(accepted.head)
     try:
-        async for response in answers:
+        async for response in accepted.answers:
             _note(response.message, exchange)
             whole.take(response.message)
     except ChiasmError as error:
-        raise _told(error, places) from error
+        raise _told(error, accepted.places) from error
     finally:
-        answers.cancel()
+        accepted.answers.cancel()
     return whole.body()
 
 
-async def _events(
-    answers: Answers, places: Places, chunks: Chunks, exchange: Exchange
-) -> AsyncGenerator[bytes, None]:
+async def _events(accepted: Accepted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    chunks = Chunks(accepted.head, include_usage=accepted.include_usage)
     try:
         yield event(chunks.opening())
-        async for response in answers:
+        async for response in accepted.answers:
             _note(response.message, exchange)
             for chunk in chunks.take(response.message):
                 yield event(chunk)
         chunks.check_ended()
     except ChiasmError as error:
-        told = _told(error, places)
+        told = _told(error, accepted.places)
         exchange.tell(told)
         yield event(error_body(told))
     except Exception:
@@ -111,7 +126,7 @@ async def _events(
         exchange.tell(fault)
         yield event(error_body(fault))
     finally:
-        answers.cancel()
+        accepted.answers.cancel()
     yield DONE
 
 

@@ -24,6 +24,15 @@ _KNOWN_DETAILS = frozenset(image_pb2.ImageDetail.values())
 
 
 @dataclass(frozen=True, eq=False)
+class Measured:
+    """A picture before encoding: the prompt tokens it takes; rows if the caller sent them."""
+
+    picture: Picture
+    placeholder_count: int
+    rows: Rows | None
+
+
+@dataclass(frozen=True, eq=False)
 class Ready:
     """A picture with its checked rows and the path that it took."""
 
@@ -64,57 +73,63 @@ class PictureReader:
         self._vision = vision
         self._workers = workers
 
-    async def placeholder_counts(self, pictures: Sequence[Picture]) -> list[int]:
-        """Prompt tokens of each picture, before anything is encoded: contract and headers only."""
+    async def measure(self, pictures: Sequence[Picture]) -> list[Measured]:
+        """Prompt tokens of each picture, from headers and the contract; nothing is decoded."""
         if not pictures:
             return []
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, self._measure, pictures)
 
-    async def fetch(self, pictures: Sequence[Picture], asked: Asked) -> list[Ready]:
+    async def fetch(self, measured: Sequence[Measured], asked: Asked) -> list[Ready]:
         """The rows of all pictures. The first failure ends the others."""
         tasks: list[asyncio.Task[Ready]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._fetch(one, asked)) for one in pictures]
+                tasks = [group.create_task(self._fetch(one, asked)) for one in measured]
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         return [task.result() for task in tasks]
 
-    def _measure(self, pictures: Sequence[Picture]) -> list[int]:
-        counts: list[int] = []
+    def _measure(self, pictures: Sequence[Picture]) -> list[Measured]:
+        measured: list[Measured] = []
         pixels = 0
         for picture in pictures:
             with within(picture.place):
-                height, width, count = self._measure_one(picture.content)
+                if isinstance(picture.content, CallerEmbedding):
+                    rows = check_embedding(picture.content, self._contract)
+                    measured.append(Measured(picture, rows.placeholder_count, rows))
+                    continue
+                height, width = self._size(picture.content)
+                count = self._contract.placeholder_count(height, width)
             pixels += height * width
-            if pixels > self._max_request_pixels:
-                raise ChiasmError(
-                    Reason.IMAGE_TOO_LARGE,
-                    f"The pictures of a request may have {self._max_request_pixels} pixels "
-                    "together; send smaller or fewer ones.",
-                    picture.place,
-                    metadata={"code": "image_too_large"},
-                )
-            counts.append(count)
-        return counts
+            self._check_pixels(pixels, picture)
+            measured.append(Measured(picture, count, None))
+        return measured
 
-    def _measure_one(self, content: RawImage | CallerEmbedding) -> tuple[int, int, int]:
-        if isinstance(content, CallerEmbedding):
-            return 0, 0, check_embedding(content, self._contract).placeholder_count
-        check_options(content.options)
+    def _size(self, image: RawImage) -> tuple[int, int]:
+        check_options(image.options)
         try:
-            width, height = image_size(content.data, self._limits)
+            width, height = image_size(image.data, self._limits)
         except ImageError as error:
             raise image_fault(error) from error
-        return height, width, self._contract.placeholder_count(height, width)
+        return height, width
 
-    async def _fetch(self, picture: Picture, asked: Asked) -> Ready:
-        content = picture.content
+    def _check_pixels(self, pixels: int, picture: Picture) -> None:
+        if pixels > self._max_request_pixels:
+            raise ChiasmError(
+                Reason.IMAGE_TOO_LARGE,
+                f"The pictures of a request may have {self._max_request_pixels} pixels together; "
+                "send smaller or fewer ones.",
+                picture.place,
+                metadata={"code": "image_too_large"},
+            )
+
+    async def _fetch(self, measured: Measured, asked: Asked) -> Ready:
+        picture, content = measured.picture, measured.picture.content
+        if measured.rows is not None:
+            return Ready(picture, measured.rows, _S.IMAGE_SOURCE_CALLER)
+        assert isinstance(content, RawImage)
         with within(picture.place):
-            if isinstance(content, CallerEmbedding):
-                rows = check_embedding(content, self._contract)
-                return Ready(picture, rows, _S.IMAGE_SOURCE_CALLER)
             return _ready(picture, await self._vision.encode(content, asked))
 
 

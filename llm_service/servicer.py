@@ -27,7 +27,7 @@ from llm_service.engine.values import (
 )
 from llm_service.mailbox import Mailbox
 from llm_service.metrics import LlmMetrics
-from llm_service.pictures import PictureReader, Ready
+from llm_service.pictures import Measured, PictureReader, Ready
 from llm_service.prompt import Layout, PromptBuilder
 from llm_service.request import (
     Conversation,
@@ -114,10 +114,10 @@ class LlmServicer:
         sampling = read_sampling(message.sampling, self._model.generation)
         check_token_ids(sampling, self._model.vocab_size)
         with self._permits.hold():
-            layout = await self._laid_out(conversation)
+            layout, measured = await self._laid_out(conversation)
             check_length(layout, sampling, self._engine.context_length)
             asked = Asked(message.tenant, call.request_id, self._deadline(call))
-            ready = await self._pictures.fetch(conversation.pictures, asked)
+            ready = await self._pictures.fetch(measured, asked)
             self._count(layout, ready)
             prompt = as_prompt(layout, ready)
             async for answer in self._run(call, prompt, layout, sampling, asked, ready, clock):
@@ -131,7 +131,7 @@ class LlmServicer:
         check_model(message.model, self._settings.served_name)
         conversation = self._conversation(message.messages, request.buffers, message.tenant)
         with self._permits.hold():
-            layout = await self._laid_out(conversation)
+            layout, _ = await self._laid_out(conversation)
         return wire.plain(
             _S.CountTokensResponse(
                 total_token_count=len(layout.token_ids),
@@ -189,12 +189,13 @@ class LlmServicer:
             messages, buffers, tenant=tenant, max_images=self._settings.max_images
         )
 
-    async def _laid_out(self, conversation: Conversation) -> Layout:
+    async def _laid_out(self, conversation: Conversation) -> tuple[Layout, list[Measured]]:
         loop = asyncio.get_running_loop()
-        counting = asyncio.ensure_future(self._pictures.placeholder_counts(conversation.pictures))
+        measuring = asyncio.ensure_future(self._pictures.measure(conversation.pictures))
         rendering = loop.run_in_executor(self._workers, self._prompts.render_ids, conversation)
-        counts, token_ids = await asyncio.gather(counting, rendering)
-        return self._prompts.expand(token_ids, counts)
+        measured, token_ids = await asyncio.gather(measuring, rendering)
+        counts = [one.placeholder_count for one in measured]
+        return self._prompts.expand(token_ids, counts), measured
 
     def _deadline(self, call: Call) -> float:
         ours = time.monotonic() + self._settings.request_timeout_seconds

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from typing import Any
 
 from chiasm.cli.child import PROGRAM
@@ -35,6 +36,7 @@ class Part:
         self._ready: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
+        self._pipes: list[asyncio.ReadTransport] = []
         self._began = 0.0
 
     @property
@@ -58,22 +60,34 @@ class Part:
         """Starts the process, in a session of its own: the terminal's Ctrl-C is ours to handle."""
         self._began = time.monotonic()
         words = [*PROGRAM, str(os.getpid()), "-m", self.command.module, *self.command.flags]
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **self.command.environment},
-            start_new_session=True,
-        )
-        out, err = self._process.stdout, self._process.stderr
-        assert out is not None
-        assert err is not None
+        with ExitStack() as ours:
+            # Not asyncio's own pipes: with those, a process counts as running for as long as
+            # anything that it started holds them open.
+            (out, out_end), (err, err_end) = await self._pipe(ours), await self._pipe(ours)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=err_end,
+                env={**os.environ, **self.command.environment},
+                start_new_session=True,
+            )
         self._readers = [
             asyncio.create_task(self._read_out(out)),
             asyncio.create_task(self._read_err(err)),
         ]
+
+    async def _pipe(self, ours: ExitStack) -> tuple[asyncio.StreamReader, int]:
+        """A stream, and the end to write to, which is closed here with `ours`."""
+        read_end, write_end = os.pipe()
+        ours.callback(os.close, write_end)
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_end, "rb", 0)
+        )
+        self._pipes.append(transport)
+        return stream, write_end
 
     async def ready(self) -> float:
         """Waits for the process's ready line; returns the seconds from the start to it."""
@@ -117,6 +131,8 @@ class Part:
         finally:
             self._kill_group(group)
             await self.ended()
+            for pipe in self._pipes:
+                pipe.close()
         return True
 
     def _kill_group(self, group: int) -> None:

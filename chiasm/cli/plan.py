@@ -68,7 +68,7 @@ def reserved(wanted: Wanted, cores: int | None = None) -> Iterator[Plan]:
             _hold(held, LOOPBACK, wanted.encoder_port and wanted.encoder_port + i, "--encoder-port")
             for i in range(wanted.encoder_count)
         ]
-        yield planned(wanted, port, llm_port, encoder_ports, cores or os.cpu_count() or 1)
+        yield planned(wanted, port, llm_port, encoder_ports, cores or usable_cores())
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def reserved_port() -> Iterator[int]:
 
 def local_llm(wanted: Wanted, port: int) -> Command:
     """An LLM service by itself, with the cores of the machine."""
-    return _llm(wanted, port, (), max(1, os.cpu_count() or 1))
+    return _llm(wanted, port, (), usable_cores())
 
 
 def planned(
@@ -95,6 +95,13 @@ def planned(
         name = "encoder" if len(encoder_ports) == 1 else f"encoder {place}"
         commands.append(_encoder(wanted, name, number, encoder_threads))
     return Plan(tuple(commands), f"http://{_reachable(wanted.host)}:{port}", llm, encoders)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, at most OMP_NUM_THREADS where that is set."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    bound = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(affinity or 1, int(bound) if bound.isdecimal() else affinity or 1))
 
 
 def shares(cores: int, encoder_count: int) -> tuple[int, int]:

@@ -139,9 +139,7 @@ def _begin(scope: Scope) -> Exchange:
 async def _send_error(
     error: ChiasmError, exchange: Exchange, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    if exchange.status or error.reason is Reason.CANCELLED:
-        # The answer is under way, or nobody waits for one: end the connection as it is.
-        exchange.status = exchange.status or error.http_status
+    if exchange.status:  # the answer is under way: all that is left is to end it
         return
     told = as_http(error)
     answer = JSONResponse(told.body, told.status, told.headers)

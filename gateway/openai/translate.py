@@ -49,6 +49,8 @@ class Places:
 
     def told(self, error: ChiasmError) -> ChiasmError:
         """`error` of the LLM service with its field as a path of the JSON."""
+        if error.reason is Reason.CANCELLED:  # not by our caller, who still waits
+            return ChiasmError(Reason.NOT_READY, "The LLM service stopped; try again.")
         code = error.metadata.get("code")
         metadata = {"code": code} if code else {}
         if error.reason is Reason.ENCODER_MISMATCH and not self._is_embedding(error.field):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 
+from chiasm.rpc.server import Server
 from gateway.server import HttpServer, listen
 from gateway.settings import GatewaySettings
 from tests.scripted_llm import ScriptedLlm
@@ -23,6 +24,7 @@ class System:
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
     port: int
+    server: Server
 
     async def ask(self, **fields: object) -> httpx.Response:
         """A chat request with `fields` over a smallest one."""
@@ -38,7 +40,7 @@ class System:
 async def gateway_before(llm_port: int, **settings: object) -> AsyncIterator[int]:
     """A gateway that serves on the port it gives."""
     listener = listen("127.0.0.1", 0)
-    read = GatewaySettings(llm=f"127.0.0.1:{llm_port}", **settings)  # type: ignore[arg-type]
+    read = GatewaySettings(llm=f"127.0.0.1:{llm_port}", grace_seconds=1, **settings)  # type: ignore[arg-type]
     server = HttpServer(read)
     serving = asyncio.create_task(server.serve([listener]))
     port = listener.getsockname()[1]
@@ -47,7 +49,6 @@ async def gateway_before(llm_port: int, **settings: object) -> AsyncIterator[int
         yield port
     finally:
         server.should_exit = True
-        server.force_exit = True
         await serving
 
 
@@ -62,6 +63,10 @@ async def whole_system(**settings: object) -> AsyncIterator[System]:
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, verify=False) as http,
     ):
         official = openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(verify=False),
         )
-        yield System(llm, http, official, port)
+        async with official:
+            yield System(llm, http, official, port, server)

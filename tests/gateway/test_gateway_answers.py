@@ -11,7 +11,7 @@ import pytest
 
 from chiasm.errors import ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
-from tests.gateway.gateway_system import System
+from tests.gateway.gateway_system import System, whole_system
 from tests.scripted_llm import MODEL, Script, finished
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -110,8 +110,8 @@ async def test_a_stream_begins_with_the_role_and_ends_with_one_finish(system: Sy
 async def test_without_include_usage_no_chunk_has_usage_and_the_finish_has_the_trace(
     system: System,
 ) -> None:
-    for options in ({}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}):
-        chunks = await chunks_of(system, **options)
+    for options in (None, {}, {"include_usage": False}):
+        chunks = await chunks_of(system, stream_options=options)
         assert not any("usage" in chunk for chunk in chunks)
         assert ["chiasm" in chunk for chunk in chunks] == [False] * 4 + [True]
         assert chunks[-1]["chiasm"]["timings"]["encode_ms"] == 3.0
@@ -264,9 +264,10 @@ async def test_many_streams_at_once_do_not_mix(system: System) -> None:
     assert len({chunks[0]["id"] for chunks in answers}) == 32
 
 
-async def test_http_1_0_gets_a_whole_answer(system: System) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_an_answer_without_chunks(system: System, stream: bool) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", system.port)
-    body = json.dumps(ASK).encode()
+    body = json.dumps(ASK | {"stream": stream}).encode()
     writer.write(
         b"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     )
@@ -274,7 +275,22 @@ async def test_http_1_0_gets_a_whole_answer(system: System) -> None:
     writer.close()
     head, _, told = answer.partition(b"\r\n\r\n")
     assert b" 200 " in head.split(b"\r\n")[0]
-    assert json.loads(told)["choices"][0]["message"]["content"] == "Hello, world"
+    assert b"chunked" not in head
+    assert told.startswith(b"data: {") if stream else json.loads(told)
+    assert told.endswith(b"data: [DONE]\n\n") == stream
+
+
+async def test_a_service_that_stops_midway_is_an_error_and_no_end() -> None:
+    async with whole_system() as broken:
+        broken.llm.script = Script(["x"] * 100, pause_seconds=0.05)
+        whole = asyncio.create_task(broken.ask())
+        stream = asyncio.create_task(broken.ask(stream=True))
+        await until(lambda: broken.llm.running == 2)
+        await broken.server.abort()
+        assert (await whole).status_code == 503
+        *_, error, done = (await stream).text.removesuffix("\n\n").split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "not_ready"
+        assert done == "data: [DONE]"
 
 
 async def test_a_client_with_httpx_limits_reuses_its_connection(system: System) -> None:

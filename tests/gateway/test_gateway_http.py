@@ -114,7 +114,9 @@ async def test_a_compressed_body_is_a_415(system: System) -> None:
     assert (await system.send(padded(1000), **{"content-encoding": "identity"})).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/", "//v1//chat/completions", "/v1/chat//completions//"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "//v1//chat/completions", "/v1/chat//completions//"]
+)
 async def test_a_slash_too_many_is_served(system: System, path: str) -> None:
     body = json.dumps(ASK).encode()
     answer = await raw(
@@ -189,7 +191,9 @@ async def test_a_good_request_id_is_on_every_answer(system: System) -> None:
         await system.http.get("/nothing", headers=headers),
         await system.http.post("/v1/chat/completions", json={}, headers=headers),
         await system.http.post("/v1/chat/completions", json=ASK, headers=headers),
-        await system.http.post("/v1/chat/completions", json=ASK | {"stream": True}, headers=headers),
+        await system.http.post(
+            "/v1/chat/completions", json=ASK | {"stream": True}, headers=headers
+        ),
     ]
     assert [answer.headers["x-request-id"] for answer in answers] == ["trace:1.2_3-4"] * 5
     assert system.llm.last.request_id == "trace:1.2_3-4"
@@ -209,9 +213,7 @@ async def test_metrics_count_requests_by_route_status_and_reason(system: System)
         found = [line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")]
         return float(found[0]) if found else 0.0
 
-    good = (
-        'chiasm_gateway_requests_total{reason="",route="/v1/chat/completions",status="200"}'
-    )
+    good = 'chiasm_gateway_requests_total{reason="",route="/v1/chat/completions",status="200"}'
     bad = (
         'chiasm_gateway_requests_total{reason="REQUEST_INVALID",'
         'route="/v1/chat/completions",status="400"}'

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from asyncio.subprocess import Process
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.server import listen
 from tests.scripted_llm import MODEL, Script, ScriptedLlm
 
 ASK: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -73,10 +75,10 @@ def test_a_setting_that_cannot_be_ends_the_start_with_its_name(
 
 
 async def test_sigterm_lets_streams_end_says_not_ready_and_exits_with_0() -> None:
-    llm = ScriptedLlm(Script(["x"] * 20, pause_seconds=0.1))
+    llm = ScriptedLlm(Script(["x"] * 20, pause_seconds=0.05))
     async with (
         llm.serving() as server,
-        gateway_process("--llm", f"127.0.0.1:{server.port}", "--drain-seconds", "1") as running,
+        gateway_process("--llm", f"127.0.0.1:{server.port}", "--drain-seconds", "0.5") as running,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{running[1]}", verify=False) as http,
     ):
         process = running[0]
@@ -130,7 +132,16 @@ async def test_each_request_logs_one_line_that_has_no_content() -> None:
         process.send_signal(signal.SIGTERM)
         _, logged = await asyncio.wait_for(process.communicate(), 5)
     lines = [json.loads(line) for line in logged.splitlines() if b"line-1" in line]
-    assert [(line["event"], line["status"]) for line in lines] == [("request", 200), ("request", 400)]
+    assert [(line["event"], line["status"]) for line in lines] == [
+        ("request", 200),
+        ("request", 400),
+    ]
     assert lines[0]["completion_tokens"] == 7
     assert lines[1]["reason"] == "REQUEST_INVALID"
     assert b"hush" not in logged
+
+
+def test_tokens_are_not_held_back_to_fill_a_packet() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        # asyncio switches Nagle's delay off only for sockets that are named as TCP.
+        assert listener.proto == socket.IPPROTO_TCP

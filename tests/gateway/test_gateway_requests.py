@@ -139,12 +139,12 @@ async def test_null_is_absent_and_unknown_fields_are_ignored(system: System) -> 
         "temperature", "top_p", "seed", "stop", "max_tokens", "n", "stream", "stream_options",
         "tools", "tool_choice", "response_format", "logit_bias", "logprobs", "functions", "audio",
     )  # fmt: skip
-    echoed = {
+    echoed: dict[str, Any] = {
         "role": "assistant", "content": "hello", "id": "msg", "refusal": None,
         "reasoning_content": "hm", "annotations": [], "function_call": None, "tool_calls": None,
     }  # fmt: skip
     got = await sent(
-        system, {"role": "user", "content": "x", "foo": 1}, echoed, {"role": "user", "content": "y"},
+        system, {"role": "user", "content": "x", "foo": 1}, echoed,
         **dict.fromkeys(names), user="me", metadata={"a": "b"}, invented={"deep": [1]},
     )  # fmt: skip
     assert got.message.sampling == llm_service_pb2.SamplingParameters()
@@ -259,7 +259,7 @@ async def test_an_embedding_of_another_shape_is_refused_naming_both(
 @pytest.mark.parametrize(
     "payload",
     [
-        torch_file(torch.eye(WIDTH).to_sparse()),  # type: ignore[no-untyped-call]
+        torch_file(torch.eye(WIDTH).to_sparse()),
         npy_file(np.array([{"a": 1}], dtype=object)),
         npy_file(rows().astype(np.int8)),
         PICTURE,
@@ -279,6 +279,16 @@ async def test_an_embedding_that_is_no_base64_text_is_refused(system: System, va
     error = await refused(system, user({"type": "image_embeds", "image_embeds": value}))
     assert error["param"].startswith("messages[0].content[0].image_embeds")
     assert error["type"] == "invalid_request_error"
+
+
+async def test_an_embedding_that_says_it_is_huge_is_a_413_before_it_is_built(
+    system: System,
+) -> None:
+    payload = npy_file(rows(4)).replace(b"(4, 8), }" + b" " * 11, b"(1048576, 1048576), }")
+    assert b"1048576" in payload
+    error = await refused(system, user(embeds(payload)))
+    assert error["code"] == "image_embeds_too_large"
+    assert error["param"] == "messages[0].content[0].image_embeds"
 
 
 async def test_tensors_beside_the_features_are_refused_not_dropped(system: System) -> None:
