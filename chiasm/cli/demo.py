@@ -1,7 +1,6 @@
 """`chiasm demo`: the whole system answers questions about shipped pictures, in two ways."""
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from rich.table import Table
 from chiasm.cli.dialogue import http_part
 from chiasm.cli.plan import Plan
 from chiasm.cli.samples import Sample, sample_questions
-from chiasm.cli.up import run_system, say, wanted_of
+from chiasm.cli.up import run_system, say, since_start, wanted_of
 from chiasm.client import AsyncClient
 from chiasm.conversation import Embedding
 
@@ -38,11 +37,10 @@ class Told:
 def run(options: argparse.Namespace) -> int:
     """0 if both ways agree on every question, else 1."""
     wanted = wanted_of(options)
-    job = partial(_ask_all, model=wanted.model_id, began=time.monotonic())
-    return run_system(wanted, options, job)
+    return run_system(wanted, options, partial(_ask_all, model=wanted.model_id))
 
 
-async def _ask_all(plan: Plan, *, model: str, began: float) -> int:
+async def _ask_all(plan: Plan, *, model: str) -> int:
     told: list[Told] = []
     first = 0.0
     async with (
@@ -58,7 +56,7 @@ async def _ask_all(plan: Plan, *, model: str, began: float) -> int:
     ):
         for sample in _one_a_picture(sample_questions()):
             told.append(await _ask(http, model, sample, "picture", sample.picture))
-            first = first or time.monotonic() - began
+            first = first or since_start()
             embedding = await encoder.encode(sample.picture)
             told.append(await _ask(http, model, sample, "embedding", embedding))
     Console().print(_answers(told), _stage_times(told))
@@ -94,7 +92,7 @@ def _one_a_picture(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _answers(told: Sequence[Told]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("question", "sent as", "answer", "path"):
         table.add_column(name)
     for place, one in enumerate(told):
@@ -105,8 +103,8 @@ def _answers(told: Sequence[Told]) -> Table:
 
 
 def _stage_times(told: Sequence[Told]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("milliseconds")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("milliseconds", no_wrap=True)
     for stage in _STAGES:
         table.add_column(stage, justify="right")
     for one in told:
