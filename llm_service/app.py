@@ -79,7 +79,12 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
         metrics = LlmMetrics(registry)
         vision = await _open_vision(settings, model, workers, metrics)
         try:
-            servicer = _servicer(settings, model, engine, vision, workers, metrics)
+            pictures = PictureReader(
+                model.contract, settings.image_limits, settings.max_request_pixels, vision, workers
+            )
+            servicer = LlmServicer(
+                settings, model, engine, pictures, workers, metrics, lambda: server.draining
+            )
             server = Server(settings.server, servicer.service(), registry)
             with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as port:
                 await server.start()
@@ -175,20 +180,6 @@ def decoder_parts(settings: LlmSettings, model: LanguageHalf) -> DecoderParts:
         dtype=torch_tensors.dtype_of(settings.dtype),
         device=settings.device,
     )
-
-
-def _servicer(
-    settings: LlmSettings,
-    model: LanguageHalf,
-    engine: Engine,
-    vision: VisionSource,
-    workers: Executor,
-    metrics: LlmMetrics,
-) -> LlmServicer:
-    pictures = PictureReader(
-        model.contract, settings.image_limits, settings.max_request_pixels, vision, workers
-    )
-    return LlmServicer(settings, model, engine, pictures, workers, metrics)
 
 
 def _prove(engine: Engine, model: LanguageHalf) -> None:

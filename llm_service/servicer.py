@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -78,6 +78,7 @@ class LlmServicer:
         pictures: PictureReader,
         workers: Executor,
         metrics: LlmMetrics,
+        is_draining: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._model = model
@@ -88,7 +89,7 @@ class LlmServicer:
         self._prompts = PromptBuilder(model)
         self._permits = Permits(settings.max_active_requests, metrics.refused.inc)
         self._ready_at = int(time.time())
-        self.draining = False
+        self._is_draining = is_draining
 
     def service(self) -> Service:
         """The service as a server takes it."""
@@ -175,7 +176,7 @@ class LlmServicer:
                 kv_blocks_used=stats.blocks_used,
                 kv_blocks_total=stats.blocks_total,
                 active_call_count=self._permits.held,
-                draining=self.draining,
+                draining=self._is_draining(),
             )
         )
 
