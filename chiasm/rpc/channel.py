@@ -41,7 +41,9 @@ def options() -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         # A restarted peer is found again within about a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name the time that one attempt to connect may take: a busy machine or a long
+        # way needs more than a little.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.dns_min_time_between_resolutions_ms", 1_000),
         # Two channels to one address must not share a connection's fate.
