@@ -10,16 +10,16 @@ how answers look and never learns to look at the picture.
    every answer weighing the same; the tower and the projector learn at a fifth of the rate. Two
    more throw-away heads, on the output of the decoder's first layer, must name the picture that
    each image row belongs to and the picture that each question is about: without them the model
-   learns to see, and not to tell two pictures apart. It
-   begins with one picture a conversation, then mixes all kinds. Random gaps in the positions
-   between turns stand for long text, so that positions far beyond those of the data are trained.
+   learns to see, and not to tell two pictures apart. It begins with one picture a conversation,
+   then mixes all kinds. Random gaps in the positions between turns stand for long text, so that
+   positions far beyond those of the data are trained.
 3. *Polishing*: the whole model again, in smaller batches, on more of what stage 2 finds hard:
    several pictures of one kind in a conversation, so that nothing but a picture's number says
    which is meant, and the kinds with many answers. It takes over before stage 2's rate is low.
 
 The same arguments give the same weights on the same machine: seeds, step counts and the thread
 count are fixed, and nothing depends on the clock. Another thread count or processor rounds
-otherwise and gives another, equally good model.
+otherwise and gives other weights.
 """
 
 import argparse
