@@ -104,7 +104,7 @@ class Settings:
     answer_stop: int = 1_000
     answer_batch: int = 40
     answer_rate: float = 1.2e-3
-    vision_share: float = 0.2
+    answer_vision_share: float = 0.2
     single_share: float = 0.25
     polish_steps: int = 4_000
     polish_batch: int = 30
@@ -403,7 +403,7 @@ def answering_round(settings: Settings) -> Round:
         single_steps=int(settings.single_share * settings.answer_steps),
         batch=settings.answer_batch,
         rate=settings.answer_rate,
-        vision_share=settings.vision_share,
+        vision_share=settings.answer_vision_share,
         seed=settings.seed,
         hard=0.0,
     )
