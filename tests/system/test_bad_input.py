@@ -1,9 +1,10 @@
 """Bad input of every kind is a typed error, and a good stream beside it does not notice."""
 
+import asyncio
 import base64
 import json
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from chiasm.tensors import Array, DataType
 from chiasm.v1 import encoder_service_pb2, image_pb2
 from tests.system import bad_files
 from tests.system.footprint import memory
-from tests.system.three import Json, Three, asked, data_url, figure, noise
+from tests.system.three import Json, Three, asked, data_url, noise
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -46,38 +47,68 @@ def alone(tiny: Three) -> str:
         return client.generate(QUESTION, LONG).text
 
 
-class GoodStream:
-    """A long answer under way, read as far as a test asks."""
+class GoodStreams:
+    """Long answers, one after another for as long as a test goes on; each must be as it is alone.
 
-    def __init__(self, lines: AsyncIterator[str]) -> None:
-        self._lines = lines
-        self.text = ""
+    One after another, because no length outlasts what a test does on every machine.
+    """
 
-    async def read(self, length: int) -> None:
-        """Reads until `length` characters more have come."""
-        wanted = len(self.text) + length
-        while len(self.text) < wanted:
-            line = await anext(self._lines)
-            if line.startswith("data: {"):
-                event: Json = json.loads(line.removeprefix("data: "))
-                self.text += event["choices"][0]["delta"].get("content") or ""
+    def __init__(self, http: httpx.AsyncClient, body: Json, alone: str) -> None:
+        self._http, self._body, self._alone = http, body, alone
+        self._came = asyncio.Condition()
+        self._length = 0
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            async with self._http.stream("POST", "/v1/chat/completions", json=self._body) as answer:
+                text = ""
+                async for line in answer.aiter_lines():
+                    text += await self._piece(line)
+                    assert self._alone.startswith(text)
+            assert text == self._alone
+
+    async def _piece(self, line: str) -> str:
+        if not line.startswith("data: {"):
+            return ""
+        event: Json = json.loads(line.removeprefix("data: "))
+        piece: str = event["choices"][0]["delta"].get("content") or ""
+        async with self._came:
+            self._length += len(piece)
+            self._came.notify_all()
+        return piece
+
+    async def more(self) -> None:
+        """Waits for 20 characters more."""
+        wanted = self._length + 20
+        async with self._came:
+            await self._came.wait_for(lambda: self._length >= wanted)
 
 
 @asynccontextmanager
 async def beside_a_good_stream(system: Three, alone: str) -> AsyncIterator[None]:
-    """A good stream runs before, during and after what happens inside, and all stays well."""
+    """Good streams run before, during and after what happens inside, and all stays well."""
     body = system.body(QUESTION, stream=True, max_tokens=LENGTH, ignore_eos=True)
     async with system.http() as http:
-        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            stream = GoodStream(response.aiter_lines())
-            await stream.read(20)
-            yield
-            assert figure(system.llm, "chiasm_llm_running_sequences") >= 1
-            await stream.read(len(stream.text) + 20)
-            assert alone.startswith(stream.text)
+        streams = GoodStreams(http, body, alone)
+        running = asyncio.create_task(streams.run())
+        await first_of(streams.more(), running)
+        yield
+        await first_of(streams.more(), running)
+        running.cancel()
+        await asyncio.wait([running])
         assert all(process.alive for process in system.processes)
         assert (await http.get("/ready")).status_code == 200
         assert await asked(http, system.body([user("Hi")], max_tokens=2, ignore_eos=True))
+
+
+async def first_of(wait: Coroutine[Any, Any, None], running: asyncio.Task[None]) -> None:
+    """Waits; what ended `running` before that is raised here."""
+    waiting = asyncio.create_task(wait)
+    done, _ = await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED)
+    if running in done:
+        waiting.cancel()
+        running.result()
 
 
 @dataclass(frozen=True)
