@@ -49,7 +49,8 @@ bench: $(STAMP) ## Measure the tensor codec against a plain copy.
 clean: ## Remove the virtual environment and caches.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-$(STAMP): pyproject.toml
+# rows.c is compiled as the package is installed.
+$(STAMP): pyproject.toml hatch_build.py llm_service/engine/native/rows.c llm_service/engine/native/build.py
 	@echo "== virtual environment in $(VENV) (first time: some minutes, about 1.5 GB)"
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Chiasm needs Python 3.11 to 3.13; this is %d.%d: run make PYTHON=python3.12" % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -25,7 +25,9 @@ NAME = "chiasm_paged"
 
 @dataclass(frozen=True, eq=False)
 class KvPool:
-    """Keys and values of all layers: `[layer, key or value, block, block_size, kv head, head_dim]`.
+    """Keys and values of all layers: `[layer, key or value, block, kv head, block_size, head_dim]`.
+
+    A head's share of a block lies together, so that one head is read in a line.
 
     A block's content is undefined until `clear`ed, but for block 0, which is zero for good: a
     masked read of NaN would still poison a sum.
@@ -38,7 +40,7 @@ class KvPool:
         cls, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> "KvPool":  # fmt: skip
-        shape = (layers, 2, blocks, block_size, kv_heads, head_dim)
+        shape = (layers, 2, blocks, kv_heads, block_size, head_dim)
         # Not zeros: the system gives pages as they are first touched, and most never are.
         pool = cls(torch.empty(shape, dtype=dtype, device=device))
         pool.clear([ZERO_BLOCK])
@@ -46,7 +48,7 @@ class KvPool:
 
     @property
     def block_size(self) -> int:
-        return self.tensor.shape[3]
+        return self.tensor.shape[4]
 
     def clear(self, blocks: Sequence[int]) -> None:
         if blocks:
@@ -57,14 +59,15 @@ class KvPool:
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Writes `[T, kv head, head_dim]` to the token slots `[T]`."""
-        self.tensor[layer, 0].flatten(0, 1).index_copy_(0, slots, keys)
-        self.tensor[layer, 1].flatten(0, 1).index_copy_(0, slots, values)
+        blocks, places = slots // self.block_size, slots % self.block_size
+        self.tensor[layer, 0][blocks, :, places] = keys
+        self.tensor[layer, 1][blocks, :, places] = values
 
     def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[blocks, block_size, kv head, head_dim]`, copied together."""
+        """Keys and values `[kv head, blocks, block_size, head_dim]`, copied together."""
         return (
-            self.tensor[layer, 0].index_select(0, blocks),
-            self.tensor[layer, 1].index_select(0, blocks),
+            self.tensor[layer, 0].transpose(0, 1).index_select(1, blocks),
+            self.tensor[layer, 1].transpose(0, 1).index_select(1, blocks),
         )
 
 
@@ -202,9 +205,9 @@ def _decode(
     layer: int, query: torch.Tensor, group: _DecodeGroup, pool: KvPool, scaling: float
 ) -> torch.Tensor:
     rows = group.end - group.begin
-    # [rows * blocks, block_size, kv head, head_dim] to [rows, kv head, slots, head_dim]
+    # [kv head, rows * blocks, block_size, head_dim] to [rows, kv head, slots, head_dim]
     keys, values = (
-        part.view(rows, -1, *part.shape[2:]).transpose(1, 2)
+        part.view(part.shape[0], rows, -1, part.shape[3]).transpose(0, 1)
         for part in pool.read(layer, group.blocks)
     )
     return functional.scaled_dot_product_attention(
@@ -220,10 +223,7 @@ def _seen_by(
         return keys, values
     seen = span.visible.shape[1]
     read = pool.read(layer, span.blocks)
-    return (
-        read[0].flatten(0, 1)[:seen].transpose(0, 1),
-        read[1].flatten(0, 1)[:seen].transpose(0, 1),
-    )
+    return read[0].flatten(1, 2)[:, :seen], read[1].flatten(1, 2)[:, :seen]
 
 
 def _prefill(

@@ -1,17 +1,24 @@
-"""Turns a step into one forward pass of the decoder."""
+"""Turns a step into one forward pass of the decoder, or of its layers in native code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
+from chiasm.telemetry import logger
 from llm_service.engine.attention import KvPool, flat_order, lay_out, use_paged_attention
 from llm_service.engine.block_pool import ZERO_BLOCK
+from llm_service.engine.native import NativeDecoder
+from llm_service.engine.native.decoder import rows_of
 from llm_service.engine.scheduler import Chunk, Step
 from llm_service.engine.values import DecoderParts, ImageSpan
 
 _PROBE = Chunk(key=-1, start=0, length=1, samples=True, blocks=(ZERO_BLOCK,))
+_TRIAL_LENGTH: Final = 12
+# Greatest difference of logits, as a share of the greatest logit, at which the native layers count
+# as the decoder's own: rounding, and far from what a wrong formula gives.
+_AGREEMENT: Final = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 
 class Tokens(Protocol):
@@ -24,22 +31,29 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class _OneToken:
+class _Known:
     token_ids: tuple[int, ...] = (0,)
     images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Logits float32 `[len(keys), vocab_size]` for the next token of the sequences `keys`."""
+    """Logits for the next token of the sequences `keys`.
+
+    Attributes:
+        logits: float32 `[len(keys), vocab_size]`.
+        best: each row's likeliest token.
+        whole: whether each row holds numbers only.
+    """
 
     keys: tuple[int, ...]
     logits: torch.Tensor
+    best: list[int]
+    whole: list[bool]
 
     def finite(self) -> list[bool]:
         """Whether each row holds numbers only."""
-        whole: list[bool] = torch.isfinite(self.logits).all(-1).tolist()
-        return whole
+        return self.whole
 
 
 class Runner:
@@ -49,7 +63,9 @@ class Runner:
         UnsupportedDecoder: the decoder needs what paged attention does not do.
     """
 
-    def __init__(self, decoder: DecoderParts, block_count: int, block_size: int) -> None:
+    def __init__(
+        self, decoder: DecoderParts, block_count: int, block_size: int, *, native: bool = True
+    ) -> None:
         use_paged_attention(decoder.model)
         decoder.model.eval()
         self._decoder = decoder
@@ -57,6 +73,12 @@ class Runner:
             decoder.layer_count, block_count, block_size, decoder.kv_head_count,
             decoder.head_dim, decoder.dtype, decoder.device,
         )  # fmt: skip
+        self._native = self._proved_native() if native else None
+
+    @property
+    def native(self) -> bool:
+        """Whether the layers run in native code."""
+        return self._native is not None
 
     def run(self, step: Step, sequences: Mapping[int, Tokens]) -> Predictions:
         """Computes keys and values of all tokens of `step`, and logits where it samples.
@@ -65,16 +87,47 @@ class Runner:
         """
         with torch.inference_mode():
             self._pool.clear([block for chunk in step.chunks for block in chunk.fresh])
-            ordered = flat_order(step.chunks)
-            hidden = self._forward(ordered, sequences)
-            return self._predict(hidden, ordered)
+            if self._native is not None:
+                return self._run_native(self._native, step.chunks, sequences)
+            return self._run_own(step.chunks, sequences)
 
     def probe(self) -> bool:
         """Whether the decoder still computes: one token, no sequence's blocks."""
         try:
-            return all(self.run(Step((_PROBE,)), {_PROBE.key: _OneToken()}).finite())
+            return all(self.run(Step((_PROBE,)), {_PROBE.key: _Known()}).finite())
         finally:
             self._pool.clear([ZERO_BLOCK])
+
+    def _run_native(
+        self, native: NativeDecoder, chunks: Sequence[Chunk], sequences: Mapping[int, Tokens]
+    ) -> Predictions:
+        hidden = self._embed(chunks, sequences)
+        computed = native.compute(rows_of(chunks, hidden, self._pool.block_size))
+        keys = tuple(chunk.key for chunk in chunks if chunk.samples)
+        return Predictions(keys, computed.logits, computed.best, computed.finite)
+
+    def _run_own(self, chunks: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> Predictions:
+        ordered = flat_order(chunks)
+        hidden = self._forward(ordered, sequences)
+        return self._predict(hidden, ordered)
+
+    def _proved_native(self) -> NativeDecoder | None:
+        """The native layers, if there are any and they agree with the decoder on known tokens."""
+        native = NativeDecoder.of(self._decoder, self._pool.tensor, torch.get_num_threads())
+        if native is None:
+            return None
+        length = min(_TRIAL_LENGTH, self._pool.block_size)
+        chunk = Chunk(key=-1, start=0, length=length, samples=True, blocks=(ZERO_BLOCK + 1,))
+        tokens = {chunk.key: _Known(tuple(range(length)))}
+        with torch.inference_mode():
+            own = self._run_own([chunk], tokens).logits
+            others = self._run_native(native, [chunk], tokens).logits
+        self._pool.clear(chunk.blocks)
+        apart = (own - others).abs().max() / own.abs().max()
+        if apart <= _AGREEMENT[self._decoder.dtype]:
+            return native
+        logger().error("native layers differ from the decoder; left out", difference=float(apart))
+        return None
 
     def _forward(self, ordered: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> torch.Tensor:
         model: Any = self._decoder.model
@@ -108,8 +161,10 @@ class Runner:
             if chunk.samples:
                 keys.append(chunk.key)
                 last_rows.append(end - 1)
-        logits: torch.Tensor = self._decoder.lm_head(hidden[last_rows])
-        return Predictions(tuple(keys), logits.float())
+        logits: torch.Tensor = self._decoder.lm_head(hidden[last_rows]).float()
+        # A NaN or an infinity is the greatest of its row, or makes the sum one.
+        whole: list[bool] = torch.isfinite(logits.sum(-1)).tolist()
+        return Predictions(tuple(keys), logits, logits.argmax(-1).tolist(), whole)
 
 
 def _image_rows(chunk: Chunk, images: tuple[ImageSpan, ...]) -> Iterator[tuple[int, torch.Tensor]]:
