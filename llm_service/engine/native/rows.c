@@ -184,13 +184,24 @@ INLINE __m128 sums_of(const vf a[4]) {
 }
 #endif
 
-INLINE void tile(int kind, const int m, const char *const w[4], const char *x, int64_t x_stride,
-                 int64_t k, float *out, int64_t out_stride) {
+/* What comes next: `rows` weight rows from `at`, fetched while a tile is computed. */
+typedef struct {
+  const char *at;
+  int64_t rows;
+} Ahead;
+
+INLINE void fetch(Ahead ahead, int64_t row_bytes, int64_t offset) {
+  for (int64_t i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.at + i * row_bytes + offset);
+}
+
+INLINE void tile(int kind, const int m, const char *const w[4], Ahead ahead, const char *x,
+                 int64_t x_stride, int64_t k, float *out, int64_t out_stride) {
   vf acc[4][4];
   for (int j = 0; j < m; j++)
     for (int i = 0; i < 4; i++) acc[j][i] = splat(0);
   if (kind == FLOAT32) {
     for (int64_t at = 0; at < k; at += LANES) {
+      fetch(ahead, 4 * k, 4 * at);
       vf wv[4];
       for (int i = 0; i < 4; i++) wv[i] = *(const vf_any *)(w[i] + 4 * at);
       for (int j = 0; j < m; j++) {
@@ -201,6 +212,7 @@ INLINE void tile(int kind, const int m, const char *const w[4], const char *x, i
   } else {
 #if defined(__AVX512BF16__)
     for (int64_t at = 0; at < k; at += 32) {
+      fetch(ahead, 2 * k, 2 * at);
       __m512bh wv[4];
       for (int i = 0; i < 4; i++) wv[i] = (__m512bh)_mm512_loadu_si512(w[i] + 2 * at);
       for (int j = 0; j < m; j++) {
@@ -211,6 +223,7 @@ INLINE void tile(int kind, const int m, const char *const w[4], const char *x, i
     }
 #else
     for (int64_t at = 0; at < k; at += 2 * LANES) {
+      fetch(ahead, 2 * k, 2 * at);
       vf even[4], odd[4];
       for (int i = 0; i < 4; i++) {
         vu pair = *(const vu_any *)(w[i] + 2 * at);
@@ -237,23 +250,28 @@ INLINE void tile(int kind, const int m, const char *const w[4], const char *x, i
   }
 }
 
-INLINE void tile_of(int kind, int64_t m, const char *const w[4], const char *x, int64_t x_stride,
-                    int64_t k, float *out, int64_t out_stride) {
+INLINE void tile_of(int kind, int64_t m, const char *const w[4], Ahead ahead, const char *x,
+                    int64_t x_stride, int64_t k, float *out, int64_t out_stride) {
   switch (m) {
-    case 1: tile(kind, 1, w, x, x_stride, k, out, out_stride); break;
-    case 2: tile(kind, 2, w, x, x_stride, k, out, out_stride); break;
-    case 3: tile(kind, 3, w, x, x_stride, k, out, out_stride); break;
-    default: tile(kind, 4, w, x, x_stride, k, out, out_stride); break;
+    case 1: tile(kind, 1, w, ahead, x, x_stride, k, out, out_stride); break;
+    case 2: tile(kind, 2, w, ahead, x, x_stride, k, out, out_stride); break;
+    case 3: tile(kind, 3, w, ahead, x, x_stride, k, out, out_stride); break;
+    default: tile(kind, 4, w, ahead, x, x_stride, k, out, out_stride); break;
   }
 }
 
-INLINE void multiply_tile(int kind, const char *const w[4], int64_t whole, const char *x,
-                          int64_t rows, int64_t k, float *out, int64_t out_stride) {
-  int64_t x_stride = packed_bytes(kind, k);
+/* The weight rows behind `w`, if wanted, are fetched evenly over the tiles. */
+INLINE void multiply_tile(int kind, const char *const w[4], int64_t whole, int ahead,
+                          const char *x, int64_t rows, int64_t k, float *out,
+                          int64_t out_stride) {
+  int64_t x_stride = packed_bytes(kind, k), row_bytes = k * (kind == BFLOAT16 ? 2 : 4);
+  int64_t tiles = (rows + 3) / 4, each = (4 + tiles - 1) / tiles, fetched = ahead ? 0 : 4;
   for (int64_t row = 0; row < rows; row += 4) {
     int64_t m = rows - row < 4 ? rows - row : 4;
+    Ahead next = {w[0] + (4 + fetched) * row_bytes, fetched < 4 ? each : 0};
+    fetched += each;
     float sums[16];
-    tile_of(kind, m, w, x + row * x_stride, x_stride, k, sums, 4);
+    tile_of(kind, m, w, next, x + row * x_stride, x_stride, k, sums, 4);
     for (int64_t j = 0; j < m; j++)
       memcpy(out + (row + j) * out_stride, sums + 4 * j, (size_t)whole * 4);
   }
@@ -273,15 +291,11 @@ static void multiply(int kind, const void *weight, int64_t first, int64_t count,
       int64_t whole = count - n < 4 ? count - n : 4;
       for (int i = 0; i < 4; i++)
         w[i] = (const char *)weight + (first + n + (i < whole ? i : whole - 1)) * k * item;
-      /* The next tile comes while this one is used more than once. */
-      if (row == 0 && now > 4)
-        for (int64_t at = 0; at < 4 * k * item; at += 64)
-          __builtin_prefetch(w[0] + 4 * k * item + at);
       if (kind == BFLOAT16)
-        multiply_tile(BFLOAT16, w, whole, x + row * x_stride, now, k,
+        multiply_tile(BFLOAT16, w, whole, row == 0, x + row * x_stride, now, k,
                       out + row * out_stride + n, out_stride);
       else
-        multiply_tile(FLOAT32, w, whole, x + row * x_stride, now, k,
+        multiply_tile(FLOAT32, w, whole, row == 0, x + row * x_stride, now, k,
                       out + row * out_stride + n, out_stride);
     }
   }
