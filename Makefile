@@ -4,12 +4,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# A random model of 221 million parameters, built the first time that it is wanted.
+BENCH_MODEL ?= build/bench_model
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread a matrix product: tests run many small models, and two cores are shared.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo up test check format proto train evaluate bench clean
+.PHONY: help demo up test unit check format proto train evaluate bench clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -20,8 +22,11 @@ demo: $(STAMP) ## Start all three services, ask about a picture in two ways, sto
 up: $(STAMP) ## Start all three services with the demo model and keep them running.
 	@$(BIN)/chiasm up
 
-test: $(STAMP) ## Run all tests, with real servers on free ports.
-	$(TEST_ENV) $(BIN)/python -m pytest
+test: unit ## Run all tests, with real servers on free ports.
+	$(TEST_ENV) $(BIN)/python -m pytest -m system
+
+unit: $(STAMP) ## Run the tests that need no whole system, two at a time.
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not system" -n 2
 
 check: $(STAMP) ## Formatting, lint, types, import contracts, schema lint.
 	$(BIN)/ruff format --check .
@@ -43,8 +48,10 @@ train: $(STAMP) ## Train the demo model anew (under an hour on two cores).
 evaluate: $(STAMP) ## Print how often the demo model answers rightly, by kind of question.
 	$(BIN)/python -m demo_model.evaluate --model demo_model/checkpoint
 
-bench: $(STAMP) ## Measure the tensor codec against a plain copy.
+bench: $(STAMP) ## Measure the tensor codec against a plain copy, the engine against memory's speed.
 	$(BIN)/python -m benchmarks.codec
+	@test -f $(BENCH_MODEL)/model.safetensors || $(BIN)/python -m benchmarks.engine checkpoint --out $(BENCH_MODEL)
+	$(BIN)/python -m benchmarks.engine step --model $(BENCH_MODEL)
 
 clean: ## Remove the virtual environment and caches.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

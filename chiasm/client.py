@@ -28,6 +28,7 @@ from chiasm.conversation import (
     messages_to_wire,
 )
 from chiasm.errors import ChiasmError, Reason
+from chiasm.forms import Form
 from chiasm.rpc import limits
 from chiasm.rpc.channel import EncoderMethods, LlmMethods, open_channel, open_sync_channel
 from chiasm.v1 import llm_service_pb2
@@ -38,10 +39,27 @@ _DEFAULT_SAMPLING = Sampling()
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of a stream, and its tokens."""
+    """New text of one choice of a stream, its tokens, and their log-probabilities if asked for."""
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[llm_service_pb2.TokenLogprob, ...] = ()
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One whole answer.
+
+    Attributes:
+        finish_reason: stop or length.
+        logprobs: one for each token, if asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[llm_service_pb2.TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,19 +67,31 @@ class Answer:
     """The end of a stream, or a whole answer.
 
     Attributes:
-        text: the whole text.
-        finish_reason: stop or length.
+        choices: as many as were asked for.
         usage: prompt, text, image, cached and completion tokens.
         timings: stage times, in seconds.
         image_paths: how the features of each picture were had, in prompt order.
     """
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
+    choices: tuple[Choice, ...]
     usage: llm_service_pb2.Usage
     timings: llm_service_pb2.GenerateTimings
     image_paths: tuple[llm_service_pb2.ImagePath, ...]
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first choice ended: stop or length."""
+        return self.choices[0].finish_reason
 
 
 @dataclass(frozen=True)
@@ -109,12 +139,13 @@ class Client:
         messages: Sequence[Message],
         sampling: Sampling = _DEFAULT_SAMPLING,
         *,
+        form: Form | None = None,
         model: str = "",
         request_id: str | None = None,
     ) -> Answer:
-        """The whole answer to a conversation."""
+        """The whole answer to a conversation, in a form of `chiasm.forms` if one is given."""
         answer: Answer | None = None
-        stream = self.stream(messages, sampling, model=model, request_id=request_id)
+        stream = self.stream(messages, sampling, form=form, model=model, request_id=request_id)
         with closing(stream):
             for event in stream:
                 if isinstance(event, Answer):
@@ -126,11 +157,12 @@ class Client:
         messages: Sequence[Message],
         sampling: Sampling = _DEFAULT_SAMPLING,
         *,
+        form: Form | None = None,
         model: str = "",
         request_id: str | None = None,
     ) -> Generator[Delta | Answer, None, None]:
         """Deltas as they come, then the Answer. Closing the iterator cancels the call."""
-        request = _generate_request(messages, sampling, model, self._tenant)
+        request = _generate_request(messages, sampling, form, model, self._tenant)
         channel = _present(self._llm, "llm")
         options = self._call(request_id).options()
         return _assembled(LlmMethods.GENERATE.stream_sync(channel, request, **options))
@@ -201,12 +233,13 @@ class AsyncClient:
         messages: Sequence[Message],
         sampling: Sampling = _DEFAULT_SAMPLING,
         *,
+        form: Form | None = None,
         model: str = "",
         request_id: str | None = None,
     ) -> Answer:
-        """The whole answer to a conversation."""
+        """The whole answer to a conversation, in a form of `chiasm.forms` if one is given."""
         answer: Answer | None = None
-        stream = self.stream(messages, sampling, model=model, request_id=request_id)
+        stream = self.stream(messages, sampling, form=form, model=model, request_id=request_id)
         async with aclosing(stream):
             async for event in stream:
                 if isinstance(event, Answer):
@@ -218,11 +251,12 @@ class AsyncClient:
         messages: Sequence[Message],
         sampling: Sampling = _DEFAULT_SAMPLING,
         *,
+        form: Form | None = None,
         model: str = "",
         request_id: str | None = None,
     ) -> AsyncGenerator[Delta | Answer, None]:
         """Deltas as they come, then the Answer. Closing the iterator cancels the call."""
-        request = _generate_request(messages, sampling, model, self._tenant)
+        request = _generate_request(messages, sampling, form, model, self._tenant)
         channel = _present(self._llm, "llm")
         options = self._call(request_id).options()
         return _assembled_async(LlmMethods.GENERATE.stream(channel, request, **options))
@@ -268,23 +302,30 @@ class _Text:
     """Joins the deltas of one stream."""
 
     def __init__(self) -> None:
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
+        self._deltas: list[Delta] = []
 
     def read(self, message: llm_service_pb2.GenerateResponse) -> Iterator[Delta | Answer]:
         for delta in message.delta.deltas:
-            self._text.append(delta.text)
-            self._token_ids.extend(delta.token_ids)
-            yield Delta(delta.text, tuple(delta.token_ids))
+            told = tuple(delta.logprobs)
+            read = Delta(delta.text, tuple(delta.token_ids), told, delta.choice_index)
+            self._deltas.append(read)
+            yield read
         if message.HasField("finished"):
             yield self._answer(message.finished)
 
-    def _answer(self, end: llm_service_pb2.Finished) -> Answer:
-        reason = _S.FinishReason.Name(end.choices[0].reason)
-        return Answer(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+    def _choice(self, end: llm_service_pb2.FinishedChoice) -> Choice:
+        deltas = [delta for delta in self._deltas if delta.choice == end.choice_index]
+        reason = _S.FinishReason.Name(end.reason)
+        return Choice(
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
             finish_reason=reason.removeprefix("FINISH_REASON_").lower(),
+            logprobs=tuple(told for delta in deltas for told in delta.logprobs),
+        )
+
+    def _answer(self, end: llm_service_pb2.Finished) -> Answer:
+        return Answer(
+            choices=tuple(self._choice(choice) for choice in end.choices),
             usage=end.usage,
             timings=end.timings,
             image_paths=tuple(end.image_paths),
@@ -307,7 +348,7 @@ async def _assembled_async(responses: Any) -> AsyncGenerator[Delta | Answer, Non
 
 
 def _generate_request(
-    messages: Sequence[Message], sampling: Sampling, model: str, tenant: str
+    messages: Sequence[Message], sampling: Sampling, form: Form | None, model: str, tenant: str
 ) -> wire.Wired[llm_service_pb2.GenerateRequest]:
     buffers = wire.Buffers()
     message = _S.GenerateRequest(
@@ -315,6 +356,7 @@ def _generate_request(
         messages=messages_to_wire(messages, buffers),
         sampling=sampling.to_wire(),
         tenant=tenant,
+        constraint=form,
     )
     return wire.Wired(message, buffers)
 

@@ -6,8 +6,8 @@ A part is text (`str`), a picture file (`bytes` or `Path`), an `Embedding` from 
 float array `[rows, width]` of one's own.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,11 @@ def assistant(*parts: Part) -> Message:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is drawn; None leaves a value to the checkpoint and the service."""
+    """How an answer is drawn; None leaves a value to the checkpoint and the service.
+
+    `choices` is how many answers are wanted. `top_logprobs`, 0 to 20, asks for log-probabilities,
+    and for those of as many of the likeliest tokens in each token's place.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -87,6 +91,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    choices: int | None = None
+    top_logprobs: int | None = None
 
     def to_wire(self) -> llm_service_pb2.SamplingParameters:
         """The message; absent values stay absent."""
@@ -101,6 +111,13 @@ class Sampling:
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            choice_count=self.choices,
+            logprobs=None if self.top_logprobs is None else True,
+            top_logprob_count=self.top_logprobs,
         )
 
 

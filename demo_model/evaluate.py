@@ -1,8 +1,7 @@
 """Examines a checkpoint on held-out pictures: `python -m demo_model.evaluate --model DIR`.
 
 Prints one row a group of questions, with the share answered exactly, and exits with 1 unless all
-that the model claims reaches 95 % together and 90 % in every group. Groups that it does not claim
-are asked, printed apart and not counted. Groups:
+together reach 95 % and every group 90 %. Groups:
 
 * one picture, one question: each question kind;
 * two pictures: the question names one of them ("What colour is it in the second picture?");
@@ -40,8 +39,6 @@ WHOLE_GOAL = 0.95
 GROUP_GOAL = 0.90
 LONGEST_ANSWER = 80
 BATCH = 50
-# What the shipped model is asked for and does not answer well enough to claim.
-NOT_CLAIMED = frozenset({"one picture: word", "two pictures: word", "four pictures"})
 PAIR_KINDS = ("colour", "shape", "digit", "word", "count")
 
 
@@ -182,32 +179,24 @@ def _print_wrong(case: Case, answer: str) -> None:
     print(f"{case.group}: {question} {answer!r}, right is {case.answer!r}", flush=True)
 
 
-def claimed(scores: Sequence[Score]) -> list[Score]:
-    """The scores of the groups that the model claims, in order."""
-    return [score for score in scores if score.group not in NOT_CLAIMED]
-
-
 def whole(scores: Sequence[Score]) -> Score:
-    """All claimed groups as one."""
-    counted = claimed(scores)
-    return Score("all claimed", sum(s.right for s in counted), sum(s.asked for s in counted))
+    """All groups as one."""
+    return Score("all", sum(s.right for s in scores), sum(s.asked for s in scores))
 
 
 def table(scores: Sequence[Score]) -> str:
-    """The scores as a Markdown table: what is claimed, its whole, then what is not claimed."""
+    """The scores as a Markdown table, their whole last."""
     rows = ["| questions | right | asked | share |", "|---|---:|---:|---:|"]
-    apart = [score for score in scores if score.group in NOT_CLAIMED]
-    for score in (*claimed(scores), whole(scores), *apart):
-        note = " (not claimed)" if score in apart else ""
-        rows.append(f"| {score.group}{note} | {score.right} | {score.asked} | {score.share:.1%} |")
+    rows += [
+        f"| {score.group} | {score.right} | {score.asked} | {score.share:.1%} |"
+        for score in (*scores, whole(scores))
+    ]
     return "\n".join(rows)
 
 
 def passes(scores: Sequence[Score]) -> bool:
-    """Whether the model keeps what it claims."""
-    return whole(scores).share >= WHOLE_GOAL and all(
-        score.share >= GROUP_GOAL for score in claimed(scores)
-    )
+    """Whether the model keeps what its card claims."""
+    return whole(scores).share >= WHOLE_GOAL and all(score.share >= GROUP_GOAL for score in scores)
 
 
 def main() -> int:

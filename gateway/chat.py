@@ -15,7 +15,7 @@ from gateway.http.events import DONE, EventStream, event
 from gateway.http.observed import Exchange, exchange_of
 from gateway.llm import Answers, Card, Llm
 from gateway.metrics import GatewayMetrics
-from gateway.openai.answer import Chunks, Head, Json, Whole
+from gateway.openai.answer import Chunks, Form, Head, Json, Whole
 from gateway.openai.errors import error_body
 from gateway.openai.parse import parse_chat
 from gateway.openai.schema import ChatRequest
@@ -35,6 +35,7 @@ class Accepted:
     head: Head
     stream: bool
     include_usage: bool
+    form: Form
 
 
 class Chat:
@@ -67,7 +68,8 @@ class Chat:
             answers, places = await unless_gone(request.receive, self._ask(chat, exchange))
         options = chat.stream_options
         usage = options is not None and options.include_usage
-        return Accepted(answers, places, Head(chat.model), chat.stream, usage)
+        form = Form(chat.n or 1, logprobs=bool(chat.logprobs))
+        return Accepted(answers, places, Head(chat.model), chat.stream, usage, form)
 
     async def _ask(self, chat: ChatRequest, exchange: Exchange) -> tuple[Answers, Places]:
         card = await self._card_of(chat.model, exchange.request_id)
@@ -95,7 +97,7 @@ class Chat:
 
 
 async def _gather(accepted: Accepted, exchange: Exchange) -> Json:
-    whole = Whole(accepted.head)
+    whole = Whole(accepted.head, accepted.form)
     try:
         async for response in accepted.answers:
             _note(response.message, exchange)
@@ -108,9 +110,10 @@ async def _gather(accepted: Accepted, exchange: Exchange) -> Json:
 
 
 async def _events(accepted: Accepted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    chunks = Chunks(accepted.head, include_usage=accepted.include_usage)
+    chunks = Chunks(accepted.head, accepted.form, include_usage=accepted.include_usage)
     try:
-        yield event(chunks.opening())
+        for chunk in chunks.opening():
+            yield event(chunk)
         async for response in accepted.answers:
             _note(response.message, exchange)
             for chunk in chunks.take(response.message):

@@ -1,4 +1,4 @@
-"""Admission before work: a permit a request, and an error with a retry hint beyond the limit."""
+"""Admission before work: a permit an answer, and an error with a retry hint beyond the limit."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Permits:
-    """At most `limit` requests at once. Used on the event loop only."""
+    """At most `limit` answers at once. Used on the event loop only."""
 
     def __init__(self, limit: int, on_refusal: Callable[[], None]) -> None:
         self._limit = limit
@@ -17,17 +17,27 @@ class Permits:
         self.held = 0
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """A permit for the time inside. Raises QUEUE_FULL if all are held."""
-        if self.held >= self._limit:
+    def hold(self, count: int = 1) -> Iterator[None]:
+        """`count` permits for the time inside.
+
+        Raises QUEUE_FULL if fewer are left, and REQUEST_INVALID if there never were so many.
+        """
+        if count > self._limit:
+            raise ChiasmError(
+                Reason.REQUEST_INVALID,
+                f"The service takes at most {self._limit} answers at once, but {count} choices "
+                "were asked for.",
+                "sampling.choice_count",
+            )
+        if self.held + count > self._limit:
             self._on_refusal()
             raise ChiasmError(
                 Reason.QUEUE_FULL,
-                f"The service has {self._limit} requests in hand; try again.",
+                f"The service has {self.held} of {self._limit} answers in hand; try again.",
                 retry_after=_RETRY_SECONDS,
             )
-        self.held += 1
+        self.held += count
         try:
             yield
         finally:
-            self.held -= 1
+            self.held -= count

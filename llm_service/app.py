@@ -1,13 +1,15 @@
 """Starts, proves, serves and stops the LLM service."""
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -15,9 +17,14 @@ from prometheus_client import CollectorRegistry
 from chiasm import settings as settings_reader
 from chiasm import telemetry, torch_tensors
 from chiasm.embedding_cache import EmbeddingCache
-from chiasm.models.language import LanguageHalf
+from chiasm.errors import ChiasmError
+from chiasm.models.checkpoint import CheckpointError
+from chiasm.models.language import GenerationDefaults, LanguageHalf
 from chiasm.models.vision import VisionHalf
 from chiasm.rpc.server import Server, serve
+from chiasm.v1.llm_service_pb2 import SamplingParameters
+from llm_service.constraint.compiler import Compiler
+from llm_service.constraint.matcher import Vocabulary
 from llm_service.embeddings import Rows
 from llm_service.engine.engine import EmbeddedEngine, Engine
 from llm_service.engine.values import (
@@ -31,6 +38,7 @@ from llm_service.engine.values import (
 )
 from llm_service.metrics import EngineCollector, LlmMetrics
 from llm_service.pictures import PictureReader
+from llm_service.request import read_sampling
 from llm_service.servicer import LlmServicer
 from llm_service.settings import LlmSettings
 from llm_service.vision.cached import CachedSource
@@ -78,12 +86,20 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
         metrics = LlmMetrics(registry)
         vision = await _open_vision(settings, model, workers, metrics)
+        constraints = Compiler(_vocabulary(model), settings.constraints)
         try:
             pictures = PictureReader(
                 model.contract, settings.image_limits, settings.max_request_pixels, vision, workers
             )
             servicer = LlmServicer(
-                settings, model, engine, pictures, workers, metrics, lambda: server.draining
+                settings,
+                model,
+                engine,
+                pictures,
+                constraints,
+                workers,
+                metrics,
+                lambda: server.draining,
             )
             server = Server(settings.server, servicer.service(), registry)
             with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as port:
@@ -93,18 +109,50 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
                 yield Running(server, servicer, engine, broken, port)
                 await server.abort()
         finally:
+            await constraints.close()
             await vision.close()
 
 
 def _load_language(settings: LlmSettings) -> LanguageHalf:
     encoder_dtype = settings.encoder_dtype or settings.dtype
-    return LanguageHalf.load(
+    model = LanguageHalf.load(
         settings.model,
         model_id=settings.served_name,
         dtype=torch_tensors.dtype_of(settings.dtype),
         device=settings.device,
         encoder_dtype=torch_tensors.dtype_of(encoder_dtype),
     )
+    check_defaults(model.generation, settings.model)
+    return model
+
+
+def check_defaults(generation: GenerationDefaults, directory: Path) -> None:
+    """Raises CheckpointError for defaults with which no request could be answered."""
+    try:
+        read_sampling(SamplingParameters(), generation)
+    except ChiasmError as error:
+        raise CheckpointError(
+            f"{directory}/generation_config.json: {error.message} Correct it or take it out."
+        ) from error
+    except TypeError as error:
+        raise CheckpointError(
+            f"{directory}/generation_config.json holds a sampling value that is no number"
+        ) from error
+
+
+def _vocabulary(model: LanguageHalf) -> Vocabulary | None:
+    """None where the grammar library does not understand the tokenizer: no constraints then."""
+    tokenizer: Any = model.tokenizer
+    # The copy keeps what the tokenizer itself is set to.
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    token_count = max(tokenizer.get_vocab().values()) + 1
+    try:
+        return Vocabulary.of(backend.to_str(), token_count, model.vocab_size, model.eos_ids)
+    except ValueError:
+        telemetry.logger().warning("no constraints", detail="the tokenizer's kind is not known")
+        return None
 
 
 async def _open_vision(

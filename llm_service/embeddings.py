@@ -4,8 +4,10 @@ Nothing of the wire is believed: the type, rank, width, rows, grid, levels and e
 checked, and the identity if there is one.
 """
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Self
 
 import torch
 
@@ -26,15 +28,28 @@ class Rows:
         rows: `[row_count, width]`, in the type that they came in, read-only.
         placeholder_count: prompt tokens that they fill.
         identity_checked: whether they came with the identity of the right encoder.
+        digest: names the rows by content and encoder; empty until `named`.
     """
 
     rows: torch.Tensor
     placeholder_count: int
     identity_checked: bool
+    digest: bytes = b""
 
     @property
     def byte_count(self) -> int:
         return self.rows.nbytes
+
+    def named(self, identity: EncoderIdentity) -> Self:
+        """The same with its digest. Reads every byte: milliseconds, so not on the event loop.
+
+        Args:
+            identity: of the model's own encoder, whose features these are or pass for.
+        """
+        form = f"{self.rows.dtype}{tuple(self.rows.shape)}{identity}".encode()
+        digest = hashlib.sha256(len(form).to_bytes(8, "little") + form)
+        digest.update(self.rows.cpu().contiguous().view(torch.uint8).numpy().data)
+        return replace(self, digest=digest.digest())
 
 
 def check_embedding(embedding: CallerEmbedding, contract: ImageContract) -> Rows:

@@ -8,7 +8,7 @@ from llm_service.engine.values import Event
 
 
 class Mailbox:
-    """Events of one sequence. `put` may be called from any thread and never blocks.
+    """Events of one request. `put` may be called from any thread and never blocks.
 
     The loop is woken once for all events that gathered since the last `take`, however many.
     """

@@ -70,6 +70,7 @@ class EngineCollector(Collector):
             ("waiting_sequences", "Sequences that wait for the engine.", now.waiting),
             ("kv_blocks_used", "KV blocks in use.", now.blocks_used),
             ("kv_blocks_total", "KV blocks in all.", now.blocks_total),
+            ("kv_blocks_cached", "KV blocks in no use that can be found again.", now.blocks_cached),
         ):
             yield GaugeMetricFamily(f"chiasm_llm_{name}", text, value)
         for name, text, value in (
@@ -78,5 +79,15 @@ class EngineCollector(Collector):
             ("engine_steps", "Steps of the engine.", now.steps_total),
             ("cancelled_sequences", "Sequences whose caller left.", now.cancelled_total),
             ("preempted_sequences", "Preemptions by recompute.", now.preempted_total),
+            (
+                "prefix_cache_query_tokens",
+                "Prompt tokens looked up in the prefix cache.",
+                now.prefix_cache_query_tokens_total,
+            ),
+            (
+                "prefix_cache_hit_tokens",
+                "Prompt tokens found there and not computed.",
+                now.prefix_cache_hit_tokens_total,
+            ),
         ):
             yield CounterMetricFamily(f"chiasm_llm_{name}", text, value)

@@ -97,6 +97,7 @@ class PictureReader:
             with within(picture.place):
                 if isinstance(picture.content, CallerEmbedding):
                     rows = check_embedding(picture.content, self._contract)
+                    rows = rows.named(self._contract.expected_identity)
                     measured.append(Measured(picture, rows.placeholder_count, rows))
                     continue
                 height, width = self._size(picture.content)

@@ -13,7 +13,7 @@ from chiasm import wire
 from chiasm.errors import ChiasmError, Reason, within
 from chiasm.models.language import GenerationDefaults
 from chiasm.v1 import image_pb2, llm_service_pb2
-from llm_service.engine.values import SamplingParams
+from llm_service.engine.values import MAX_TOP_LOGPROBS, SamplingParams
 
 RoleName = Literal["system", "user", "assistant", "tool"]
 _ROLES: dict[int, RoleName] = {
@@ -25,7 +25,9 @@ _ROLES: dict[int, RoleName] = {
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
+MAX_CHOICES = 128
 _TENANT_LIMIT = 256
+_SALT_LIMIT = 128
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,25 @@ def read_conversation(
     return Conversation(turns, tenant)
 
 
+def read_salt(request: llm_service_pb2.GenerateRequest) -> bytes:
+    """What separates the request's prefix-cache entries from others': tenant and cache salt.
+
+    Each is framed by its length, so that no two pairs give the same bytes.
+    """
+    if len(request.cache_salt) > _SALT_LIMIT:
+        raise _invalid("cache_salt", f"A cache salt has at most {_SALT_LIMIT} characters.")
+    fields = (request.tenant.encode(), request.cache_salt.encode())
+    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
+
+
+def read_choice_count(wanted: llm_service_pb2.SamplingParameters) -> int:
+    """How many answers are wanted. Raises REQUEST_INVALID."""
+    count = wanted.choice_count if wanted.HasField("choice_count") else 1
+    if not 1 <= count <= MAX_CHOICES:
+        raise _invalid("sampling.choice_count", f"A request has 1 to {MAX_CHOICES} choices.")
+    return count
+
+
 def check_model(asked: str, served: str) -> None:
     """Raises MODEL_NOT_FOUND unless `asked` is empty or the served name."""
     if asked and asked != served:
@@ -120,19 +141,10 @@ def check_model(asked: str, served: str) -> None:
 
 def refuse_unserved(request: llm_service_pb2.GenerateRequest) -> None:
     """Raises UNSUPPORTED for every field that this version would otherwise ignore."""
-    sampling = request.sampling
     unserved = {
-        "constraint": request.HasField("constraint"),
         "tools": bool(request.tools.tools_json),
         "chat_template_variables_json": request.HasField("chat_template_variables_json"),
         "continue_final_message": request.continue_final_message,
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty")
-        and sampling.repetition_penalty != 1,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.choice_count": sampling.HasField("choice_count") and sampling.choice_count != 1,
-        "sampling.logprobs": sampling.logprobs or sampling.top_logprob_count != 0,
     }
     for field, asked in unserved.items():
         if asked:
@@ -156,23 +168,35 @@ def read_sampling(
             temperature=temperature,
             top_p=_chosen(wanted, "top_p", defaults.top_p, 1.0),
             top_k=int(_chosen(wanted, "top_k", defaults.top_k, 0)),
-            min_p=_chosen(wanted, "min_p", None, 0.0),
+            min_p=_chosen(wanted, "min_p", defaults.min_p, 0.0),
             seed=wanted.seed if wanted.HasField("seed") else None,
-            max_tokens=wanted.max_token_count if wanted.HasField("max_token_count") else None,
+            max_tokens=_max_tokens(wanted, defaults),
             min_tokens=wanted.min_token_count,
             stop=stops,
             stop_token_ids=tuple(wanted.stop_token_ids),
             ignore_eos=wanted.ignore_eos,
+            presence_penalty=_as_written(wanted.presence_penalty),
+            frequency_penalty=_as_written(wanted.frequency_penalty),
+            repetition_penalty=_chosen(
+                wanted, "repetition_penalty", defaults.repetition_penalty, 1.0
+            ),
+            logit_bias=tuple((one, _as_written(bias)) for one, bias in wanted.logit_bias.items()),
+            top_logprobs=_top_logprobs(wanted),
         )
 
 
 def check_token_ids(sampling: SamplingParams, vocabulary_size: int) -> None:
-    """Raises REQUEST_INVALID for a stop token outside the vocabulary."""
-    for token_id in sampling.stop_token_ids:
-        if not 0 <= token_id < vocabulary_size:
+    """Raises REQUEST_INVALID for a token outside the vocabulary."""
+    fields = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": tuple(token_id for token_id, _ in sampling.logit_bias),
+    }
+    for field, token_ids in fields.items():
+        wrong = next((one for one in token_ids if not 0 <= one < vocabulary_size), None)
+        if wrong is not None:
             raise _invalid(
-                "sampling.stop_token_ids",
-                f"Token ids run from 0 to {vocabulary_size - 1}, but {token_id} came.",
+                f"sampling.{field}",
+                f"Token ids run from 0 to {vocabulary_size - 1}, but {wrong} came.",
             )
 
 
@@ -233,15 +257,36 @@ def _check_count(messages: Iterable[llm_service_pb2.Message], limit: int) -> Non
 
 def _chosen(
     wanted: llm_service_pb2.SamplingParameters,
-    name: Literal["temperature", "top_p", "top_k", "min_p"],
+    name: Literal["temperature", "top_p", "top_k", "min_p", "repetition_penalty"],
     checkpoint: float | None,
     default: float,
 ) -> float:
     if wanted.HasField(name):
-        value: float = getattr(wanted, name)
-        # A float field holds 0.9 as 0.8999999762: what the caller wrote is nearer.
-        return float(f"{value:.7g}")
+        return _as_written(getattr(wanted, name))
     return default if checkpoint is None else checkpoint
+
+
+def _as_written(value: float) -> float:
+    # A float field holds 0.9 as 0.8999999762: what the caller wrote is nearer.
+    return float(f"{value:.7g}")
+
+
+def _max_tokens(
+    wanted: llm_service_pb2.SamplingParameters, defaults: GenerationDefaults
+) -> int | None:
+    return wanted.max_token_count if wanted.HasField("max_token_count") else defaults.max_new_tokens
+
+
+def _top_logprobs(wanted: llm_service_pb2.SamplingParameters) -> int | None:
+    if not 0 <= wanted.top_logprob_count <= MAX_TOP_LOGPROBS:
+        raise _invalid(
+            "top_logprob_count", f"top_logprob_count must be from 0 to {MAX_TOP_LOGPROBS}."
+        )
+    if wanted.logprobs:
+        return wanted.top_logprob_count
+    if wanted.top_logprob_count:
+        raise _invalid("top_logprob_count", "top_logprob_count needs logprobs to be true.")
+    return None
 
 
 def _check_range(name: str, value: float, least: float, most: float) -> None:

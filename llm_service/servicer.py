@@ -15,8 +15,10 @@ from chiasm.rpc import limits
 from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
 from chiasm.v1 import llm_service_pb2
 from llm_service.admission import Permits
+from llm_service.constraint.compiler import Compiler
 from llm_service.engine.engine import Engine
 from llm_service.engine.values import (
+    Constraint,
     Delta,
     Event,
     Failed,
@@ -24,6 +26,7 @@ from llm_service.engine.values import (
     ImageSpan,
     Prompt,
     SamplingParams,
+    TokenLogprob,
 )
 from llm_service.mailbox import Mailbox
 from llm_service.metrics import LlmMetrics
@@ -33,7 +36,9 @@ from llm_service.request import (
     Conversation,
     check_model,
     check_token_ids,
+    read_choice_count,
     read_conversation,
+    read_salt,
     read_sampling,
     refuse_unserved,
 )
@@ -67,6 +72,16 @@ class Clock:
     first_token: float = 0.0
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the engine is asked for."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    choices: int = 1
+    constraint: Constraint | None = None
+
+
 class LlmServicer:
     """The methods of `chiasm.v1.LlmService`."""
 
@@ -76,6 +91,7 @@ class LlmServicer:
         model: LanguageHalf,
         engine: Engine,
         pictures: PictureReader,
+        constraints: Compiler,
         workers: Executor,
         metrics: LlmMetrics,
         is_draining: Callable[[], bool],
@@ -84,6 +100,7 @@ class LlmServicer:
         self._model = model
         self._engine = engine
         self._pictures = pictures
+        self._constraints = constraints
         self._workers = workers
         self._metrics = metrics
         self._prompts = PromptBuilder(model)
@@ -114,14 +131,16 @@ class LlmServicer:
         conversation = self._conversation(message.messages, request.buffers, message.tenant)
         sampling = read_sampling(message.sampling, self._model.generation)
         check_token_ids(sampling, self._model.vocab_size)
-        with self._permits.hold():
+        choices, salt = read_choice_count(message.sampling), read_salt(message)
+        with self._permits.hold(choices):
             layout, measured = await self._laid_out(conversation)
-            check_length(layout, sampling, self._engine.context_length)
+            check_length(layout, message.sampling.max_token_count, self._engine.context_length)
             asked = Asked(message.tenant, call.request_id, self._deadline(call))
+            constraint = await self._constrained(message, sampling, asked.deadline)
             ready = await self._pictures.fetch(measured, asked)
             self._count(layout, ready)
-            prompt = as_prompt(layout, ready)
-            async for answer in self._run(call, prompt, layout, sampling, asked, ready, clock):
+            work = Work(as_prompt(layout, ready, salt), sampling, choices, constraint)
+            async for answer in self._run(call, work, layout, asked, ready, clock):
                 yield answer
 
     async def count_tokens(
@@ -198,6 +217,22 @@ class LlmServicer:
         counts = [one.placeholder_count for one in measured]
         return self._prompts.expand(token_ids, counts), measured
 
+    async def _constrained(
+        self,
+        message: llm_service_pb2.GenerateRequest,
+        sampling: SamplingParams,
+        deadline: float,
+    ) -> Constraint | None:
+        if not message.HasField("constraint"):
+            return None
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await self._constraints.compile(
+                    message.constraint, ignore_eos=sampling.ignore_eos
+                )
+        except TimeoutError:
+            raise ChiasmError(Reason.DEADLINE, _FAILURES["DEADLINE"].message) from None
+
     def _deadline(self, call: Call) -> float:
         ours = time.monotonic() + self._settings.request_timeout_seconds
         return ours if call.deadline is None else min(ours, call.deadline)
@@ -213,24 +248,28 @@ class LlmServicer:
     async def _run(
         self,
         call: Call,
-        prompt: Prompt,
+        work: Work,
         layout: Layout,
-        sampling: SamplingParams,
         asked: Asked,
         ready: Sequence[Ready],
         clock: Clock,
     ) -> AsyncIterator[Answer]:
         mailbox = Mailbox()
         clock.submitted = time.monotonic()
-        ticket = self._engine.submit(call.request_id, prompt, sampling, asked.deadline, mailbox.put)
+        ticket = self._engine.submit(
+            call.request_id, work.prompt, work.sampling, asked.deadline, mailbox.put,
+            choices=work.choices, constraint=work.constraint,
+        )  # fmt: skip
         try:
             await call.accept()
-            finished: Finished | None = None
-            while finished is None:
-                delta, finished = gathered(await mailbox.take())
-                if delta is not None:
+            ends: dict[int, Finished] = {}
+            while len(ends) < work.choices:
+                deltas, ended = gathered(await mailbox.take())
+                ends |= ended
+                if deltas:
                     self._observe_first(clock)
-                    yield as_delta(delta)
+                    yield as_deltas(deltas)
+            finished = [ends[choice] for choice in range(work.choices)]
             call.notes.update(_notes(finished, ready))
             yield as_finished(finished, layout, ready, clock)
         finally:
@@ -243,9 +282,12 @@ class LlmServicer:
             self._metrics.first_token_seconds.observe(clock.first_token - clock.arrived)
 
 
-def check_length(layout: Layout, sampling: SamplingParams, context_length: int) -> None:
-    """Raises CONTEXT_LENGTH_EXCEEDED if prompt and the answer asked for exceed the context."""
-    prompt, wanted = len(layout.token_ids), sampling.max_tokens or 1
+def check_length(layout: Layout, max_token_count: int, context_length: int) -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED if prompt and the answer asked for exceed the context.
+
+    A `max_token_count` of 0 asks for none in particular.
+    """
+    prompt, wanted = len(layout.token_ids), max_token_count or 1
     if prompt + wanted > context_length:
         raise ChiasmError(
             Reason.CONTEXT_LENGTH_EXCEEDED,
@@ -256,58 +298,93 @@ def check_length(layout: Layout, sampling: SamplingParams, context_length: int) 
         )
 
 
-def as_prompt(layout: Layout, ready: Sequence[Ready]) -> Prompt:
+def as_prompt(layout: Layout, ready: Sequence[Ready], salt: bytes) -> Prompt:
     """The engine's prompt. Raises INTERNAL if rows and placeholders disagree."""
     spans = []
     for start, one in zip(layout.starts, ready, strict=True):
         rows = one.rows.rows
         if len(rows) != one.rows.placeholder_count:
             raise _FAILURES["INTERNAL"]
-        spans.append(ImageSpan(start, len(rows), rows))
-    return Prompt(layout.token_ids, tuple(spans))
+        spans.append(ImageSpan(start, len(rows), rows, one.rows.digest))
+    return Prompt(layout.token_ids, tuple(spans), salt)
 
 
-def gathered(events: Sequence[Event]) -> tuple[Delta | None, Finished | None]:
-    """One delta for all that came, and the end if it came. Raises what a failure tells."""
-    deltas = [event for event in events if isinstance(event, Delta)]
-    text = "".join(delta.text for delta in deltas)
-    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-    last = events[-1]
-    if isinstance(last, Failed):
-        told = _FAILURES[last.reason]
-        raise ChiasmError(told.reason, told.message)
-    merged = Delta(text, token_ids) if token_ids or text else None
-    return merged, last if isinstance(last, Finished) else None
+def gathered(events: Sequence[Event]) -> tuple[list[Delta], dict[int, Finished]]:
+    """One delta a choice for all that came, and the choices that ended. Raises a failure."""
+    by_choice: dict[int, list[Delta]] = {}
+    ends: dict[int, Finished] = {}
+    for event in events:
+        match event:
+            case Delta():
+                by_choice.setdefault(event.choice, []).append(event)
+            case Finished():
+                ends[event.choice] = event
+            case Failed():
+                told = _FAILURES[event.reason]
+                raise ChiasmError(told.reason, told.message)
+    return [_merged(choice, deltas) for choice, deltas in by_choice.items()], ends
 
 
-def as_delta(delta: Delta) -> Answer:
-    """The message of a delta."""
-    one = _S.Delta(text=delta.text, token_ids=delta.token_ids)
-    return wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=[one])))
+def _merged(choice: int, deltas: Sequence[Delta]) -> Delta:
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(told for delta in deltas for told in delta.logprobs),
+        choice=choice,
+    )
 
 
-def as_finished(finished: Finished, layout: Layout, ready: Sequence[Ready], clock: Clock) -> Answer:
-    """The message of the end."""
+def as_deltas(deltas: Sequence[Delta]) -> Answer:
+    """The message of deltas."""
+    wired = [
+        _S.Delta(
+            choice_index=delta.choice,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=[_as_logprob(told) for told in delta.logprobs],
+        )
+        for delta in deltas
+    ]
+    return wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=wired)))
+
+
+def _as_logprob(told: TokenLogprob) -> llm_service_pb2.TokenLogprob:
+    return _S.TokenLogprob(
+        token_id=told.token_id,
+        token=told.token,
+        logprob=told.logprob,
+        top=[_as_logprob(one) for one in told.top],
+    )
+
+
+def as_finished(
+    finished: Sequence[Finished], layout: Layout, ready: Sequence[Ready], clock: Clock
+) -> Answer:
+    """The message of the end of all choices. The first one's prompt was computed for all."""
+    first = finished[0]
     encode = max((one.encode_seconds for one in ready), default=0.0)
     fetch = max((one.fetch_seconds for one in ready), default=0.0)
     timings = _S.GenerateTimings(
-        queue_seconds=finished.queue_seconds,
+        queue_seconds=first.queue_seconds,
         fetch_seconds=fetch,
         encode_seconds=encode,
         transfer_seconds=max((o.fetch_seconds - o.encode_seconds for o in ready), default=0.0),
-        prefill_seconds=finished.prefill_seconds,
-        decode_seconds=finished.decode_seconds,
+        prefill_seconds=first.prefill_seconds,
+        decode_seconds=max(one.decode_seconds for one in finished),
         total_seconds=time.monotonic() - clock.arrived,
     )
     usage = _S.Usage(
         prompt_token_count=len(layout.token_ids),
         text_token_count=layout.text_token_count,
         image_token_count=layout.image_token_count,
-        cached_token_count=finished.cached_tokens,
-        completion_token_count=finished.completion_tokens,
+        cached_token_count=first.cached_tokens,
+        completion_token_count=sum(one.completion_tokens for one in finished),
     )
     end = _S.Finished(
-        choices=[_S.FinishedChoice(choice_index=0, reason=_REASONS[finished.reason])],
+        choices=[
+            _S.FinishedChoice(choice_index=one.choice, reason=_REASONS[one.reason])
+            for one in finished
+        ],
         usage=usage,
         timings=timings,
         image_paths=[one.path() for one in ready],
@@ -315,10 +392,10 @@ def as_finished(finished: Finished, layout: Layout, ready: Sequence[Ready], cloc
     return wire.plain(_S.GenerateResponse(finished=end))
 
 
-def _notes(finished: Finished, ready: Sequence[Ready]) -> dict[str, object]:
+def _notes(finished: Sequence[Finished], ready: Sequence[Ready]) -> dict[str, object]:
     return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.completion_tokens,
+        "prompt_tokens": finished[0].prompt_tokens,
+        "completion_tokens": sum(one.completion_tokens for one in finished),
         "images": len(ready),
-        "finish": finished.reason,
+        "finish": ",".join(one.reason for one in finished),
     }

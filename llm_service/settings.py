@@ -13,6 +13,7 @@ from chiasm.settings import Settings
 from chiasm.telemetry import LogFormat, LogLevel
 
 if TYPE_CHECKING:
+    from llm_service.constraint.limits import ConstraintLimits
     from llm_service.engine.values import EngineSettings
 
 Vision = Literal["none", "local", "remote"]
@@ -58,8 +59,11 @@ class LlmSettings(Settings):
         512, ge=1, description="Most tokens a step computes; bounds how long a stream waits."
     )
     max_running: int = Field(64, ge=1, description="Most sequences in one step.")
+    prefix_cache: bool = Field(
+        True, description="Keep keys and values for prompts that begin alike, for each tenant."
+    )
     max_active_requests: int = Field(
-        256, ge=1, description="Requests admitted at once; beyond it QUEUE_FULL."
+        256, ge=1, description="Answers admitted at once, each choice one; beyond it QUEUE_FULL."
     )
     max_images: int = Field(
         16, ge=0, description="Most pictures in a conversation, of all kinds together."
@@ -75,6 +79,12 @@ class LlmSettings(Settings):
     )
     embedding_cache_bytes: int = Field(
         256 << 20, ge=0, description="Bytes of embeddings that are kept; 0 keeps none."
+    )
+    max_constraint_bytes: int = Field(
+        64 << 10, ge=1, description="Largest schema, grammar or regular expression, in bytes."
+    )
+    constraint_seconds: float = Field(
+        3, gt=0, description="Longest that a constraint may take to compile."
     )
     request_timeout_seconds: float = Field(
         600,
@@ -123,6 +133,16 @@ class LlmSettings(Settings):
             step_token_budget=self.step_token_budget,
             max_running=self.max_running,
             max_waiting=self.max_active_requests,
+            prefix_cache=self.prefix_cache,
+        )
+
+    @property
+    def constraints(self) -> "ConstraintLimits":
+        # Loads the grammar library.
+        from llm_service.constraint.limits import ConstraintLimits
+
+        return ConstraintLimits(
+            text_bytes=self.max_constraint_bytes, compile_seconds=self.constraint_seconds
         )
 
     @property

@@ -22,11 +22,17 @@ WIDTH = 8
 
 
 def finished(
-    reason: "llm_service_pb2.FinishReason.ValueType" = _S.FINISH_REASON_STOP,
+    *reasons: "llm_service_pb2.FinishReason.ValueType",
 ) -> llm_service_pb2.Finished:
-    """An end with figures that differ from each other, so that a mix-up shows."""
+    """An end with figures that differ from each other, so that a mix-up shows.
+
+    There is a choice for each of `reasons`, or one that stopped.
+    """
     return _S.Finished(
-        choices=[_S.FinishedChoice(reason=reason)],
+        choices=[
+            _S.FinishedChoice(choice_index=index, reason=reason)
+            for index, reason in enumerate(reasons or [_S.FINISH_REASON_STOP])
+        ],
         usage=_S.Usage(
             prompt_token_count=30,
             text_token_count=12,
@@ -59,9 +65,13 @@ def finished(
 
 @dataclass(frozen=True)
 class Script:
-    """What the service does with each request. `pause_seconds` comes before each text."""
+    """What the service does with each request. `pause_seconds` comes before each text.
+
+    `deltas`, where there are any, are sent in place of the texts, each list in one message.
+    """
 
     texts: Sequence[str] = ("Hello", ", ", "world")
+    deltas: Sequence[Sequence[llm_service_pb2.Delta]] = ()
     refusal: ChiasmError | None = None
     failure: ChiasmError | None = None
     admission_seconds: float = 0.0
@@ -150,10 +160,10 @@ class ScriptedLlm:
             if script.refusal is not None:
                 raise script.refusal
             await call.accept()
-            for number, text in enumerate(script.texts):
+            texts = [[_S.Delta(text=text, token_ids=[i])] for i, text in enumerate(script.texts)]
+            for deltas in script.deltas or texts:
                 await asyncio.sleep(script.pause_seconds)
-                delta = _S.Delta(text=text, token_ids=[number])
-                yield wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=[delta])))
+                yield wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=deltas)))
             if script.failure is not None:
                 raise script.failure
             if script.end is not None:

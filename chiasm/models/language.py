@@ -26,6 +26,8 @@ class GenerationDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
 
@@ -192,5 +194,7 @@ def _generation_defaults(settings: Mapping[str, Any]) -> GenerationDefaults:
         temperature=settings.get("temperature"),
         top_p=settings.get("top_p"),
         top_k=settings.get("top_k"),
+        min_p=settings.get("min_p"),
+        repetition_penalty=settings.get("repetition_penalty"),
         max_new_tokens=settings.get("max_new_tokens"),
     )

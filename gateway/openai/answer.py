@@ -17,6 +17,8 @@ _FINISH: Final = {
     _S.FINISH_REASON_LENGTH: "length",
     _S.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+# JSON has no infinity.
+_IMPOSSIBLE: Final = -9999.0
 _STAGES: Final = ("queue", "fetch", "encode", "transfer", "prefill", "decode", "total")
 
 
@@ -33,55 +35,78 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+@dataclass(frozen=True)
+class Form:
+    """What the request wants of its answer: how many choices, and whether with logprobs."""
+
+    choices: int = 1
+    logprobs: bool = False
+
+
 class Whole:
     """Gathers an answer that is sent in one piece."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, form: Form) -> None:
         self._head = head
-        self._text: list[str] = []
+        self._form = form
+        self._texts: list[list[str]] = [[] for _ in range(form.choices)]
+        self._logprobs: list[list[Json]] = [[] for _ in range(form.choices)]
         self._finished: llm_service_pb2.Finished | None = None
 
     def take(self, response: llm_service_pb2.GenerateResponse) -> None:
         """Adds one message of the LLM service."""
         if response.HasField("finished"):
             self._finished = response.finished
-        self._text.extend(delta.text for delta in response.delta.deltas)
+        for delta in response.delta.deltas:
+            self._texts[delta.choice_index].append(delta.text)
+            self._logprobs[delta.choice_index].extend(map(_logprob_of, delta.logprobs))
 
     def body(self) -> Json:
         """The answer. Raises INTERNAL if the LLM service never ended it."""
         finished = _required(self._finished)
-        message = {"role": "assistant", "content": "".join(self._text), "refusal": None}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": _finish(finished.choices[0]),
-        }
+        reasons = _reasons(finished, self._form)
         return {
             **self._head.of("chat.completion"),
-            "choices": [choice],
+            "choices": [self._choice(index, reason) for index, reason in enumerate(reasons)],
             "usage": usage_of(finished.usage),
             "chiasm": trace_of(finished),
         }
 
+    def _choice(self, index: int, reason: str) -> Json:
+        text = "".join(self._texts[index])
+        told = _told(self._logprobs[index]) if self._form.logprobs else None
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": told,
+            "finish_reason": reason,
+        }
+
 
 class Chunks:
-    """Turns messages of the LLM service into chunks as they come."""
+    """Turns messages of the LLM service into chunks as they come.
 
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
+    A chunk tells the log-probabilities of the tokens that came, whether or not their text is held
+    back, as vLLM's do: none is lost, and none is told twice.
+    """
+
+    def __init__(self, head: Head, form: Form, *, include_usage: bool) -> None:
         self._head = head
+        self._form = form
         self._include_usage = include_usage
         self._finished = False
 
-    def opening(self) -> Json:
-        """The first chunk: who speaks."""
-        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+    def opening(self) -> Iterator[Json]:
+        """The first chunk of each choice: who speaks."""
+        for index in range(self._form.choices):
+            yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
     def take(self, response: llm_service_pb2.GenerateResponse) -> Iterator[Json]:
         """The chunks that one message of the LLM service gives."""
         for delta in response.delta.deltas:
-            if delta.text:
-                yield self._chunk({"content": delta.text})
+            told = [_logprob_of(one) for one in delta.logprobs] if self._form.logprobs else []
+            if delta.text or told:
+                yield self._chunk(delta.choice_index, {"content": delta.text}, told)
         if response.HasField("finished"):
             self._finished = True
             yield from self._closing(response.finished)
@@ -91,15 +116,30 @@ class Chunks:
         _required(self._finished or None)
 
     def _closing(self, finished: llm_service_pb2.Finished) -> Iterator[Json]:
-        last = self._chunk({}, _finish(finished.choices[0]))
+        *others, last = [
+            self._chunk(index, {}, finish_reason=reason)
+            for index, reason in enumerate(_reasons(finished, self._form))
+        ]
+        yield from others
         if self._include_usage:
             yield last
             last = self._head.of("chat.completion.chunk")
             last |= {"choices": [], "usage": usage_of(finished.usage)}
         yield last | {"chiasm": trace_of(finished)}
 
-    def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        told: list[Json] | None = None,
+        finish_reason: str | None = None,
+    ) -> Json:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": _told(told) if told else None,
+            "finish_reason": finish_reason,
+        }
         chunk = {**self._head.of("chat.completion.chunk"), "choices": [choice]}
         return chunk | {"usage": None} if self._include_usage else chunk
 
@@ -139,8 +179,28 @@ def _image_of(path: llm_service_pb2.ImagePath) -> Json:
     }
 
 
-def _finish(choice: llm_service_pb2.FinishedChoice) -> str:
-    return _FINISH[_required(choice.reason or None)]
+def _reasons(finished: llm_service_pb2.Finished, form: Form) -> list[str]:
+    """Why each choice ended, in their order. Raises INTERNAL if one did not."""
+    found = {choice.choice_index: choice.reason or None for choice in finished.choices}
+    return [_FINISH[_required(found.get(index))] for index in range(form.choices)]
+
+
+def _told(content: list[Json]) -> Json:
+    return {"content": content, "refusal": None}
+
+
+def _logprob_of(told: llm_service_pb2.TokenLogprob) -> Json:
+    top = [_token_of(one) for one in told.top]
+    return _token_of(told) | {"top_logprobs": top}
+
+
+def _token_of(told: llm_service_pb2.TokenLogprob) -> Json:
+    """A token in OpenAI's form. Its text is marked where the bytes are no whole characters."""
+    return {
+        "token": told.token.decode(errors="replace"),
+        "logprob": max(told.logprob, _IMPOSSIBLE),
+        "bytes": list(told.token),
+    }
 
 
 def _required(value: Any) -> Any:

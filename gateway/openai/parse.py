@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from chiasm.errors import ChiasmError, Reason
 from gateway.openai import paths
+from gateway.openai.constraint import constraint_of
 from gateway.openai.errors import invalid
 from gateway.openai.schema import ChatRequest, Message
 
@@ -23,28 +24,16 @@ def _off(value: Any) -> bool:
     return not value
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 def _leaves_choice(value: Any) -> bool:
     return value in ("none", "auto")
 
 
 # What would change the answer and is not served, with the values of it that change nothing.
 _HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "n": lambda value: value == 1,
-    "logprobs": _off,
-    "top_logprobs": _off,
-    "logit_bias": _off,
-    "presence_penalty": _off,
-    "frequency_penalty": _off,
-    "repetition_penalty": lambda value: value == 1,
     "tools": _off,
     "tool_choice": _leaves_choice,
     "functions": _off,
     "function_call": _leaves_choice,
-    "response_format": _is_text,
     "modalities": lambda value: value == ["text"],
     "audio": _off,
     "prediction": _off,
@@ -59,10 +48,7 @@ _HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "continue_final_message": _off,
     "documents": _off,
     "echo": _off,
-    "guided_choice": _off,
-    "guided_grammar": _off,
-    "guided_json": _off,
-    "guided_regex": _off,
+    "guided_whitespace_pattern": _off,
     "include_stop_str_in_output": _off,
     "length_penalty": lambda value: value == 1,
     "logits_processors": _off,
@@ -71,7 +57,6 @@ _HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "mm_processor_kwargs": _off,
     "prompt_logprobs": lambda value: value is False,
     "skip_special_tokens": lambda value: value is True,
-    "structured_outputs": _off,
     "truncate_prompt_tokens": lambda value: False,
     "use_beam_search": _off,
 }
@@ -85,6 +70,7 @@ def parse_chat(body: bytes | bytearray) -> ChatRequest:
         first = faults.errors(include_url=False, include_context=False, include_input=False)[0]
         raise paths.told(first) from None
     _check_together(request)
+    constraint_of(request)
     _refuse_unserved(request)
     return request
 

@@ -24,6 +24,7 @@ from gateway.openai import paths
 
 PART_TYPES: Final = ("text", "image_url", "image_embeds", "refusal")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_TOKEN: Final = re.compile("[0-9]{1,10}")
 _MAX_INT32: Final = 2**31 - 1
 _MAX_STOPS: Final = 16
 _MAX_STOP_LENGTH: Final = 256
@@ -64,10 +65,26 @@ def _part_tag(value: Any) -> str | None:
     return f"<{kind}>" if kind in PART_TYPES else None
 
 
+def _sound_biases(biases: dict[str, float]) -> dict[str, float]:
+    """One fault names the whole field, as OpenAI has no path into it."""
+    for token, bias in biases.items():
+        if not _TOKEN.fullmatch(token) or int(token) > _MAX_INT32:
+            raise PydanticCustomError(
+                "bias_token", "The keys of logit_bias are token ids, written as whole numbers."
+            )
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:
+            raise PydanticCustomError(
+                "bias_value", "The values of logit_bias are numbers from -100 to 100."
+            )
+    return biases
+
+
 Text = Annotated[str, AfterValidator(_sound)]
 Name = Annotated[str, Field(max_length=64), AfterValidator(_sound)]
 StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH), AfterValidator(_sound)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+LogitBias = Annotated[dict[str, Any], AfterValidator(_sound_biases)]
 Detail = Literal["low", "high", "auto", "original"]
 
 
@@ -206,13 +223,17 @@ class ChatRequest(Body):
     ] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
     ignore_eos: bool | None = None
-    # Ranges are checked even where only one value is served: 129 is wrong, 2 is not served.
-    n: int = Field(1, ge=1, le=128)
-    presence_penalty: float = Field(0, ge=-2, le=2)
-    frequency_penalty: float = Field(0, ge=-2, le=2)
-    repetition_penalty: float = Field(1, gt=0, le=2)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    n: int | None = Field(None, ge=1, le=128)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    logit_bias: LogitBias = {}
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # Separates prefix-cache entries: requests of other salts cannot tell what this one asked.
+    cache_salt: (
+        Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_sound)] | None
+    ) = None
     tools: list[Any] = []
     tool_choice: Any = None
     response_format: Any = None

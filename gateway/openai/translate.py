@@ -9,6 +9,7 @@ from chiasm import wire
 from chiasm.errors import ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
 from gateway.llm import Card
+from gateway.openai.constraint import Constraint, constraint_of
 from gateway.openai.parts import PartReader
 from gateway.openai.schema import (
     ChatRequest,
@@ -46,6 +47,7 @@ class Places:
 
     parts: tuple[tuple[str, ...], ...]
     limit: str
+    constraint: Constraint | None = None
 
     def told(self, error: ChiasmError) -> ChiasmError:
         """`error` of the LLM service with its field as a path of the JSON."""
@@ -64,6 +66,8 @@ class Places:
         if part:
             inner = self._inner(part)
             return f"messages[{part[1]}].content{inner}"
+        if field.startswith("constraint") and self.constraint is not None:
+            return self.constraint.path(field)
         if field.startswith("sampling."):
             name = field.removeprefix("sampling.")
             return self.limit if name == "max_token_count" else _SAMPLING.get(name, name)
@@ -95,8 +99,15 @@ async def translate(chat: ChatRequest, card: Card, limits: PictureLimits) -> Ask
         await _translate_message(message, f"messages[{number}]", reader)
         for number, message in enumerate(chat.messages)
     ]
-    request = _S.GenerateRequest(model=chat.model, messages=messages, sampling=sampling_of(chat))
-    return Asked(wire.Wired(request, reader.buffers), places_of(chat))
+    constraint = constraint_of(chat)
+    request = _S.GenerateRequest(
+        model=chat.model,
+        messages=messages,
+        sampling=sampling_of(chat),
+        cache_salt=chat.cache_salt or "",
+        constraint=None if constraint is None else constraint.message,
+    )
+    return Asked(wire.Wired(request, reader.buffers), places_of(chat, constraint))
 
 
 def check_model(asked: str, card: Card) -> None:
@@ -120,6 +131,13 @@ def sampling_of(chat: ChatRequest) -> llm_service_pb2.SamplingParameters:
         stop=chat.stop,
         stop_token_ids=chat.stop_token_ids,
         ignore_eos=chat.ignore_eos,
+        presence_penalty=chat.presence_penalty,
+        frequency_penalty=chat.frequency_penalty,
+        repetition_penalty=chat.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in chat.logit_bias.items()},
+        choice_count=chat.n,
+        logprobs=chat.logprobs,
+        top_logprob_count=chat.top_logprobs,
     )
 
 
@@ -151,12 +169,13 @@ def _check_image_count(messages: Sequence[Message], limit: int) -> None:
         raise ChiasmError(Reason.TOO_MANY_IMAGES, text, "messages")
 
 
-def places_of(chat: ChatRequest) -> Places:
+def places_of(chat: ChatRequest, constraint: Constraint | None = None) -> Places:
     """The paths of `chat`, without its content."""
     newer = chat.max_completion_tokens is not None
     return Places(
         tuple(_inner_paths(message.content) for message in chat.messages),
         "max_completion_tokens" if newer else "max_tokens",
+        constraint,
     )
 
 

@@ -1,11 +1,10 @@
 """The embedded engine: one thread that schedules, runs and publishes."""
 
-import itertools
 import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -13,19 +12,30 @@ from typing import Protocol
 import torch
 
 from chiasm.telemetry import logger
+from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.block_pool import BlockPool
-from llm_service.engine.refusals import EngineBusy, EngineStopped, PromptInvalid, PromptTooLong
+from llm_service.engine.refusals import (
+    EngineBusy,
+    EngineStopped,
+    PromptInvalid,
+    PromptTooLong,
+    TooManyChoices,
+)
 from llm_service.engine.runner import Runner
-from llm_service.engine.sampler import sample
+from llm_service.engine.sampler import Draw, Sampled, sample
 from llm_service.engine.scheduler import Scheduler, Step
-from llm_service.engine.sequence import Sequence
+from llm_service.engine.sequence import Request, Sequence
+from llm_service.engine.token_bytes import TokenBytes
 from llm_service.engine.values import (
+    Constraint,
     DecoderParts,
+    Delta,
     EngineSettings,
     EngineStats,
     Event,
     Failed,
     FailureReason,
+    FinishReason,
     ImageSpan,
     Prompt,
     Publish,
@@ -49,6 +59,9 @@ class Engine(Protocol):
         sampling: SamplingParams,
         deadline: float | None,
         publish: Publish,
+        *,
+        choices: int = 1,
+        constraint: Constraint | None = None,
     ) -> Ticket: ...
     def cancel(self, ticket: Ticket) -> None: ...
     def stats(self) -> EngineStats: ...
@@ -62,8 +75,11 @@ class ModelBroken(Exception):
 
 @dataclass(frozen=True)
 class _Submitted:
+    """A request whose ticket has the key of the first of `sequences`; the others' count on."""
+
     key: int
-    sequence: Sequence
+    request: Request
+    sequences: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,11 @@ class EmbeddedEngine:
     """Continuous batching over one decoder, on a thread of its own.
 
     `submit`, `cancel` and `stats` may be called from any thread; events are published on the
-    engine's. A request ends with exactly one Finished or Failed, after its blocks are free.
+    engine's. A request ends with exactly one Finished for each choice or, in all, one Failed.
+    Blocks are free before their end is told.
+
+    Of several choices the first computes the prompt. The others join when it has its first token
+    and find the prompt's full blocks there.
 
     Raises:
         UnsupportedDecoder: the decoder needs what paged attention does not do.
@@ -118,10 +138,12 @@ class EmbeddedEngine:
         if not self._runner.probe():
             raise ModelBroken("the decoder's first logits are not finite")
         self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._token_bytes = TokenBytes(detokenizer_tokenizer)
+        self._requests: dict[int, Request] = {}  # by their tickets' keys
         self._sequences: dict[int, Sequence] = {}
         self._totals = _Totals()
-        self._keys = itertools.count()
-        self._gate = threading.Lock()  # guards the three below
+        self._gate = threading.Lock()  # guards the four below
+        self._next_key = 0
         self._open = True
         self._held = 0
         self._healthy = True
@@ -157,24 +179,39 @@ class EmbeddedEngine:
         sampling: SamplingParams,
         deadline: float | None,
         publish: Publish,
+        *,
+        choices: int = 1,
+        constraint: Constraint | None = None,
     ) -> Ticket:
         """Queues a request; `publish` gets its events on the engine's thread and must not block.
 
         Args:
             deadline: `time.monotonic()` seconds, or None.
+            choices: answers wanted. Each counts as one that waits or runs.
+            constraint: form of the answers; at its start, and the engine's from now on.
 
         Raises:
-            PromptTooLong, PromptInvalid, EngineBusy, EngineStopped: see `refusals`.
+            PromptTooLong, PromptInvalid, TooManyChoices, EngineBusy, EngineStopped: see `refusals`.
         """
         room = self.context_length - len(prompt.token_ids)
         if room < 1:
             raise PromptTooLong(len(prompt.token_ids), self.context_length)
         self._check(prompt, sampling)
-        sequence = Sequence(
+        if not 1 <= choices <= self._places:
+            raise TooManyChoices(choices, self._places)
+        request = Request(
             request_id, prompt, sampling, min(sampling.max_tokens or room, room),
-            self._decoder.eos_ids, deadline, publish, self._tokenizer,
+            () if sampling.ignore_eos else self._decoder.eos_ids, deadline, publish,
+            self._tokenizer, self._token_bytes,
         )  # fmt: skip
-        return self._enqueue(sequence)
+        # Forked while it stands at its start.
+        forks = [constraint and constraint.fork() for _ in range(1, choices)]
+        return self._enqueue(
+            request,
+            tuple(
+                Sequence(request, choice, one) for choice, one in enumerate([constraint, *forks])
+            ),
+        )
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request with CANCELLED before the next step; does nothing once it has ended."""
@@ -192,6 +229,9 @@ class EmbeddedEngine:
             steps_total=self._totals.steps,
             cancelled_total=self._totals.cancelled,
             preempted_total=self._scheduler.preempted_total,
+            blocks_cached=self._pool.cached_count,
+            prefix_cache_query_tokens_total=self._scheduler.queried_tokens_total,
+            prefix_cache_hit_tokens_total=self._scheduler.found_tokens_total,
         )
 
     def _check(self, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -201,18 +241,24 @@ class EmbeddedEngine:
             raise PromptInvalid("The prompt has no token; send at least one.", "messages")
         _check_ids(prompt.token_ids, vocabulary, "messages")
         _check_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
+        _check_ids(tuple(one for one, _ in sampling.logit_bias), vocabulary, "logit_bias")
         _check_images(prompt.images, len(prompt.token_ids), width)
 
-    def _enqueue(self, sequence: Sequence) -> Ticket:
-        key = next(self._keys)
+    @property
+    def _places(self) -> int:
+        return self._settings.max_running + self._settings.max_waiting
+
+    def _enqueue(self, request: Request, sequences: tuple[Sequence, ...]) -> Ticket:
         with self._gate:
             if not self._open:
                 raise EngineStopped
-            if self._held >= self._settings.max_running + self._settings.max_waiting:
+            if self._held + len(sequences) > self._places:
                 raise EngineBusy(self._settings.max_waiting)
-            self._held += 1
-            self._orders.put(_Submitted(key, sequence))
-        return Ticket(key, sequence.request_id)
+            key = self._next_key
+            self._next_key += len(sequences)
+            self._held += len(sequences)
+            self._orders.put(_Submitted(key, request, sequences))
+        return Ticket(key, request.request_id)
 
     # From here on: the engine's thread.
 
@@ -248,21 +294,41 @@ class EmbeddedEngine:
 
     def _obey(self, order: _Order) -> bool:
         match order:
-            case _Submitted(key, sequence):
-                self._sequences[key] = sequence
-                self._scheduler.add(key, len(sequence.token_ids), sequence.longest)
-            case _Cancelled(key):
-                self._end(key, Failed("CANCELLED"))
+            case _Submitted(key):
+                self._register(order)
+                self._schedule(key)
+            case _Cancelled(key) if key in self._requests:
+                self._totals.cancelled += 1
+                self._fail(self._requests[key], "CANCELLED")
+            case _Cancelled():
+                pass
             case _Stopped():
                 return False
         return True
 
+    def _register(self, order: _Submitted) -> None:
+        keyed = dict(enumerate(order.sequences, start=order.key))
+        self._requests[order.key] = order.request
+        self._sequences |= keyed
+        order.request.open |= keyed.keys()
+
+    def _schedule(self, key: int) -> None:
+        sequence = self._sequences[key]
+        longest = sequence.request.longest
+        self._scheduler.add(key, len(sequence.token_ids), longest, self._block_keys(sequence))
+
+    def _block_keys(self, sequence: Sequence) -> BlockKeys | None:
+        if not self._settings.prefix_cache:
+            return None
+        prompt = sequence.request.prompt
+        return BlockKeys(sequence.token_ids, prompt.images, prompt.salt, self._settings.block_size)
+
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        for key in [key for key, seq in self._sequences.items() if seq.overdue(now)]:
-            self._end(key, Failed("DEADLINE"))
+        for request in [one for one in self._requests.values() if one.overdue(now)]:
+            self._fail(request, "DEADLINE")
 
-    def _run(self, step: Step) -> dict[int, int | None]:
+    def _run(self, step: Step) -> dict[int, Sampled | None]:
         """The sampled token of each sampling sequence; None where a sequence failed."""
         for chunk in step.chunks:
             self._sequences[chunk.key].start()
@@ -272,30 +338,44 @@ class EmbeddedEngine:
             _log_failure("a step failed; its sequences are run one by one")
             return self._run_apart(step)
 
-    def _sampled(self, step: Step) -> dict[int, int | None]:
+    def _sampled(self, step: Step) -> dict[int, Sampled | None]:
         predictions = self._runner.run(step, self._sequences)
-        tokens: dict[int, int | None] = dict.fromkeys(predictions.keys)
-        finite = predictions.finite()
-        good = [row for row, whole in enumerate(finite) if whole]
-        keys = [predictions.keys[row] for row in good]
-        draws = [self._sequences[key].draw() for key in keys]
-        logits = predictions.logits if all(finite) else predictions.logits[good]
-        if keys:
-            tokens.update(zip(keys, sample(logits, draws), strict=True))
+        tokens: dict[int, Sampled | None] = dict.fromkeys(predictions.keys)
+        draws = self._draws(predictions.keys, predictions.finite())
+        if draws:
+            whole = len(draws) == len(tokens)
+            logits = predictions.logits if whole else predictions.logits[list(draws)]
+            keys = [predictions.keys[row] for row in draws]
+            best = [predictions.best[row] for row in draws]
+            tokens.update(zip(keys, sample(logits, [*draws.values()], best), strict=True))
         return tokens
 
-    def _run_apart(self, step: Step) -> dict[int, int | None]:
-        tokens: dict[int, int | None] = {}
+    def _draws(self, keys: Iterable[int], finite: Iterable[bool]) -> dict[int, Draw]:
+        """How each row is to be drawn; rows that failed are not among them."""
+        draws: dict[int, Draw] = {}
+        for row, (key, whole) in enumerate(zip(keys, finite, strict=True)):
+            if whole:
+                try:
+                    draws[row] = self._sequences[key].draw()
+                except Exception:
+                    self._log_failed(key)
+        return draws
+
+    def _run_apart(self, step: Step) -> dict[int, Sampled | None]:
+        tokens: dict[int, Sampled | None] = {}
         failed: list[int] = []
         for part in step.apart():
             try:
                 tokens |= self._sampled(part)
             except Exception:
                 failed.append(part.chunks[0].key)
-                _log_failure("a sequence failed", request_id=self._sequences[failed[-1]].request_id)
+                self._log_failed(failed[-1])
         if len(failed) == len(step.chunks) and not self._probe():
             raise ModelBroken
         return tokens | dict.fromkeys(failed)
+
+    def _log_failed(self, key: int) -> None:
+        _log_failure("a sequence failed", request_id=self._sequences[key].request.request_id)
 
     def _probe(self) -> bool:
         try:
@@ -304,14 +384,13 @@ class EmbeddedEngine:
             _log_failure("the decoder fails on a known token")
             return False
 
-    def _publish(self, step: Step, tokens: dict[int, int | None]) -> None:
+    def _publish(self, step: Step, tokens: dict[int, Sampled | None]) -> None:
         self._scheduler.commit(step)
         self._count(step)
-        for key, token in tokens.items():
-            if token is None:
-                self._end(key, Failed("INTERNAL"))
-            else:
-                self._advance(key, token)
+        for key, sampled in tokens.items():
+            # A choice that failed has ended its siblings.
+            if key in self._sequences:
+                self._advance(key, sampled)
 
     def _count(self, step: Step) -> None:
         self._totals.steps += 1
@@ -319,36 +398,73 @@ class EmbeddedEngine:
             chunk.length for chunk in step.chunks if self._sequences[chunk.key].generated == 0
         )
 
-    def _advance(self, key: int, token: int) -> None:
+    def _advance(self, key: int, sampled: Sampled | None) -> None:
         sequence = self._sequences[key]
-        delta, reason = sequence.take(token)
-        self._totals.tokens_generated += 1
-        if reason is not None:
-            self._end(key, delta, sequence.finished(reason))
-        elif not _told(sequence, delta):
-            self._end(key)
-
-    def _end(self, key: int, *events: Event) -> None:
-        """Frees what the sequence holds, then publishes its last events."""
-        sequence = self._sequences.pop(key, None)
-        if sequence is None:
+        taken = None if sampled is None else self._taken(key, sampled)
+        if taken is None:
+            self._fail(sequence.request, "INTERNAL")
             return
+        self._totals.tokens_generated += 1
+        if sequence.choice == 0 and sequence.generated == 1:
+            self._schedule_others(key)
+        delta, reason = taken
+        if reason is not None:
+            self._finish(key, delta, reason)
+        elif not _told(sequence.request, delta):
+            self._drop(sequence.request)
+
+    def _taken(self, key: int, sampled: Sampled) -> tuple[Delta, FinishReason | None] | None:
         try:
-            self._scheduler.remove(key)
+            return self._sequences[key].take(sampled)
+        except Exception:
+            self._log_failed(key)
+            return None
+
+    def _schedule_others(self, first: int) -> None:
+        for key in sorted(self._sequences[first].request.open - {first}):
+            self._schedule(key)
+
+    def _finish(self, key: int, delta: Delta, reason: FinishReason) -> None:
+        """Ends one choice, its blocks free before its end is told."""
+        sequence = self._sequences[key]
+        finished = sequence.finished(reason, self._scheduler.cached(key))
+        self._free(key)
+        request = sequence.request
+        if not (_told(request, delta) and _told(request, finished)):
+            self._drop(request)
+        elif not request.open:
+            self._forget(request)
+
+    def _fail(self, request: Request, reason: FailureReason) -> None:
+        """Ends a request with all its choices."""
+        try:
+            self._drop(request, spoiled=reason == "INTERNAL")
         finally:
-            with self._gate:
-                self._held -= 1
-            for event in events:
-                self._totals.cancelled += event == Failed("CANCELLED")
-                _told(sequence, event)
+            _told(request, Failed(reason))
+
+    def _drop(self, request: Request, *, spoiled: bool = False) -> None:
+        """Ends a request without a word."""
+        self._forget(request)
+        for key in sorted(request.open):
+            self._free(key, spoiled=spoiled)
+
+    def _forget(self, request: Request) -> None:
+        self._requests = {key: one for key, one in self._requests.items() if one is not request}
+
+    def _free(self, key: int, *, spoiled: bool = False) -> None:
+        sequence = self._sequences.pop(key)
+        sequence.request.open.discard(key)
+        with self._gate:
+            self._held -= 1
+        self._scheduler.remove(key, spoiled=spoiled)
 
     def _end_all(self, reason: FailureReason) -> None:
         for order in _drained(self._orders):
             if isinstance(order, _Submitted):
-                self._sequences[order.key] = order.sequence
-        for key in list(self._sequences):
+                self._register(order)
+        for request in list(self._requests.values()):
             try:
-                self._end(key, Failed(reason))
+                self._fail(request, reason)
             except Exception:
                 # Nobody may be left waiting, whatever broke.
                 _log_failure("blocks could not be freed")
@@ -359,12 +475,12 @@ def _log_failure(message: str, request_id: str | None = None) -> None:
     logger().error(message, request_id=request_id, traceback=traceback.format_exc())
 
 
-def _told(sequence: Sequence, event: Event) -> bool:
-    """Publishes; False where the listener is gone, which is no other sequence's concern."""
+def _told(request: Request, event: Event) -> bool:
+    """Publishes; False where the listener is gone, which is no other request's concern."""
     try:
-        sequence.publish(event)
+        request.publish(event)
     except Exception:
-        _log_failure("a listener failed", request_id=sequence.request_id)
+        _log_failure("a listener failed", request_id=request.request_id)
         return False
     return True
 

@@ -3,6 +3,7 @@
 ChiasmError
   PromptTooLong    CONTEXT_LENGTH_EXCEEDED: it and one token of answer would never fit
   PromptInvalid    REQUEST_INVALID: token ids or image spans contradict the decoder
+  TooManyChoices   REQUEST_INVALID: more answers than the engine ever holds at once
   EngineBusy       QUEUE_FULL: as many sequences wait as may
   EngineStopped    NOT_READY: the engine is stopping or its model is broken
 UnsupportedDecoder   at construction: the decoder needs what paged attention does not do
@@ -24,6 +25,15 @@ class PromptTooLong(ChiasmError):
 class PromptInvalid(ChiasmError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(Reason.REQUEST_INVALID, message, field)
+
+
+class TooManyChoices(ChiasmError):
+    def __init__(self, choices: int, limit: int) -> None:
+        super().__init__(
+            Reason.REQUEST_INVALID,
+            f"A request may have 1 to {limit} choices here, but {choices} were asked for.",
+            "choice_count",
+        )
 
 
 class EngineBusy(ChiasmError):

@@ -2,14 +2,34 @@
 
 A sequence is some tokens, of which the keys and values of the first `computed` are held. Every
 kind of work is the same: compute tokens that are not yet computed. Whoever has all but the last
-is decoding. A sequence takes blocks only from younger ones and, where it gets none, waits: the
-oldest always goes on, and it fits alone, so all come to their end.
+is decoding. What a sequence may rely on:
+
+- First come, first served: places go in the order of arrival, and nobody overtakes a prompt that
+  waits for blocks, however small.
+- All come to their end. A sequence takes blocks only from younger ones and, where it gets none,
+  waits: the oldest always goes on, and it fits alone.
+- None takes turns with another for ever. Who lost its blocks comes back at the head of the queue,
+  and only where there is room for all its tokens. An older one took of that room, so one must have
+  ended meanwhile, unless others hold blocks of equal content that it now shares. Without such, a
+  sequence is preempted at most once for each older one, so fewer than `max_running` times; in any
+  case, each time is paid for by a block that an older one grew by.
+- An answer that has its blocks gets a token in every step, and prompts get what the budget leaves.
+  The oldest of them gets at least half of that, and that is at least one token: no more than
+  `max_running` sequences share a step, whatever waits, and the budget is at least that. As one
+  token is poor progress beside many answers, let the budget be several times `max_running`.
+- Younger prompts that end within the other half go ahead. So a short question does not wait for
+  the pictures of a long one, which takes at most twice as many steps for it.
+
+A full block is never written again. So sequences that begin alike share their beginning: on
+admission a sequence finds the blocks that are already there and computes the rest, always its
+last token. Of two that come in the same step each computes its own.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.block_pool import BlockPool
 
 
@@ -50,11 +70,21 @@ class Step:
         return (Step((chunk,)) for chunk in self.chunks)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
+    """A sequence.
+
+    Attributes:
+        keyed: blocks at its beginning that were found or registered.
+        cached: tokens found when it was first admitted; None before.
+    """
+
     key: int
     length: int
+    keys: BlockKeys | None
     computed: int = 0
+    keyed: int = 0
+    cached: int | None = None
     blocks: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
 
@@ -72,15 +102,24 @@ class NoProgress(Exception):
 
 
 class Scheduler:
-    """Decode first, then prompts in chunks under the token budget, first come first served."""
+    """Decode first, then prompts in chunks under the token budget, first come first served.
+
+    Attributes:
+        preempted_total: times that a sequence lost its blocks to an older one.
+        queried_tokens_total: tokens of sequences with keys, counted when first admitted.
+        found_tokens_total: those of them that were found and not computed.
+    """
 
     def __init__(self, pool: BlockPool, step_token_budget: int, max_running: int) -> None:
         self._pool = pool
         self._budget = step_token_budget
         self._max_running = max_running
+        self._entries: dict[int, _Entry] = {}
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # oldest first
         self.preempted_total = 0
+        self.queried_tokens_total = 0
+        self.found_tokens_total = 0
 
     @property
     def running_count(self) -> int:
@@ -95,58 +134,122 @@ class Scheduler:
         """Tokens of the longest sequence that can run alone."""
         return self._pool.total * self._pool.block_size
 
-    def add(self, key: int, length: int, longest: int) -> None:
-        """Queues a sequence of `length` tokens that may grow to `longest`."""
+    def add(self, key: int, length: int, longest: int, keys: BlockKeys | None = None) -> None:
+        """Queues a sequence of `length` tokens that may grow to `longest`.
+
+        Args:
+            keys: of its blocks; without them it shares none.
+        """
         if longest > self.capacity:
             raise ValueError(f"{longest} tokens never fit {self.capacity}")
-        self._waiting.append(_Entry(key, length))
+        entry = self._entries[key] = _Entry(key, length, keys)
+        self._waiting.append(entry)
+
+    def cached(self, key: int) -> int:
+        """Tokens of a sequence that were found and not computed when it was first admitted."""
+        return self._entries[key].cached or 0
 
     def plan(self) -> Step:
         """The next step; empty only where there are no sequences."""
         self._admit()
         chunks = tuple(self._chunks())
-        if not chunks and (self._running or self._waiting):
+        if not chunks and self._entries:
             raise NoProgress
         return Step(chunks)
 
     def commit(self, step: Step) -> None:
         """Takes note that `step` was computed and each sampling sequence grew by a token."""
-        entries = {entry.key: entry for entry in self._running}
         for chunk in step.chunks:
-            entry = entries[chunk.key]
+            entry = self._entries[chunk.key]
             entry.computed += chunk.length
             entry.length += chunk.samples
+            self._register(entry)
 
-    def remove(self, key: int) -> None:
-        """Forgets a sequence and frees its blocks, wherever it stands; unknown keys are fine."""
-        for queue in (self._running, self._waiting):
-            for entry in [entry for entry in queue if entry.key == key]:
-                self._release(entry)
-                queue.remove(entry)
+    def remove(self, key: int, *, spoiled: bool = False) -> None:
+        """Forgets a sequence and frees its blocks, wherever it stands; unknown keys are fine.
+
+        Args:
+            spoiled: its computation failed, so its blocks are never found again.
+        """
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        queue = self._running if entry in self._running else self._waiting
+        queue.remove(entry)
+        if spoiled:
+            self._pool.forget(entry.blocks)
+        self._release(entry)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
             entry = self._waiting[0]
-            wanted = self._pool.blocks_for(entry.length)
+            found = self._found(entry)
+            wanted = self._pool.blocks_for(entry.length) - len(found)
             # A block to grow for each that runs, or the newcomer would soon be preempted.
-            if wanted + len(self._running) > self._pool.free_count:
+            spare = self._pool.free_count - self._pool.idle_among(found) - len(self._running)
+            if wanted > spare:
                 return
+            self._pool.share(found)
+            self._begin_at(entry, found)
             self._grow(entry, wanted)
             self._running.append(self._waiting.popleft())
 
+    def _found(self, entry: _Entry) -> list[int]:
+        """The longest run of blocks that are there already; never the last token's."""
+        found: list[int] = []
+        if entry.keys is not None:
+            for index in range((entry.length - 1) // self._pool.block_size):
+                key = entry.keys.key(index)
+                block = None if key is None else self._pool.find(key)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def _begin_at(self, entry: _Entry, found: list[int]) -> None:
+        entry.blocks = found
+        entry.keyed = len(found)
+        entry.computed = len(found) * self._pool.block_size
+        if entry.cached is None:
+            entry.cached = entry.computed
+            self.found_tokens_total += entry.computed
+            self.queried_tokens_total += entry.length if entry.keys else 0
+
+    def _register(self, entry: _Entry) -> None:
+        full = entry.computed // self._pool.block_size
+        while entry.keys is not None and entry.keyed < full:
+            key = entry.keys.key(entry.keyed)
+            if key is not None:
+                self._pool.register(entry.blocks[entry.keyed], key)
+            entry.keyed += 1
+
     def _chunks(self) -> Iterator[Chunk]:
-        prompt_budget = self._budget - sum(entry.decoding for entry in self._running)
+        shares = self._shares()
         # By index: reserving may shorten the list, but only behind the entry it serves.
         index = 0
         while index < len(self._running):
             entry = self._running[index]
             index += 1
-            decoding = entry.decoding
-            length = 1 if decoding else min(entry.remaining, prompt_budget)
-            if length == 0 or not self._reserve(entry, entry.computed + length):
-                continue
-            prompt_budget -= 0 if decoding else length
-            yield _chunk(entry, length)
+            length = shares.get(entry.key, 1)
+            if length and self._reserve(entry, entry.computed + length):
+                yield _chunk(entry, length)
+
+    def _shares(self) -> dict[int, int]:
+        """How many tokens of each unfinished prompt the step computes."""
+        prompts = [entry for entry in self._running if not entry.decoding]
+        left = self._budget - (len(self._running) - len(prompts))
+        shares: dict[int, int] = {}
+        ahead = left // 2
+        for entry in prompts[1:]:
+            if entry.remaining <= ahead:
+                shares[entry.key] = entry.remaining
+                ahead -= entry.remaining
+        left -= sum(shares.values())
+        for entry in prompts:
+            if entry.key not in shares:
+                shares[entry.key] = min(entry.remaining, left)
+                left -= shares[entry.key]
+        return shares
 
     def _reserve(self, entry: _Entry, tokens: int) -> bool:
         missing = self._pool.blocks_for(tokens) - len(entry.blocks)
@@ -160,7 +263,6 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         entry = self._running.pop()
         self._release(entry)
-        entry.computed = 0
         self._waiting.appendleft(entry)
         self.preempted_total += 1
 
@@ -173,6 +275,7 @@ class Scheduler:
         self._pool.give_back(entry.blocks)
         entry.blocks = []
         entry.fresh = []
+        entry.computed = entry.keyed = 0
 
 
 def _chunk(entry: _Entry, length: int) -> Chunk:

@@ -1,7 +1,10 @@
 """Token ids to text as they come: whole characters only, and no part of a stop text."""
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
+from llm_service.engine.token_bytes import TokenBytes
 from llm_service.engine.values import TokenDecoder
 
 _BROKEN = "\ufffd"
@@ -11,8 +14,41 @@ _LONGEST_BROKEN_TAIL = 3
 _LONGEST_WINDOW, _KEPT_TOKENS = 64, 16
 
 
-class TextStream:
-    """Decodes one answer incrementally; the pieces join to the text of all its tokens.
+class TextStream(Protocol):
+    """Decodes one answer incrementally; the pieces join to the text of all its tokens."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; "" while a character is incomplete."""
+
+    def close(self) -> str:
+        """The rest, with a mark for a character that never was completed."""
+
+
+def text_stream(tokenizer: TokenDecoder, token_bytes: TokenBytes) -> TextStream:
+    """The cheapest stream that is exact for this tokenizer."""
+    return ByteStream(token_bytes) if token_bytes.plain else WindowStream(tokenizer)
+
+
+class ByteStream:
+    """For tokenizers whose text is the UTF-8 of their tokens' joined bytes."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; "" while a character is incomplete."""
+        if self._bytes.is_special(token_id):
+            return ""
+        return self._decoder.decode(self._bytes.of(token_id))
+
+    def close(self) -> str:
+        """The rest, with a mark for a character that never was completed."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowStream:
+    """For any tokenizer.
 
     A token's text depends on the tokens before it (leading spaces, characters of several tokens),
     so a window of tokens is decoded, and what it adds to the text already given out is new. The

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -11,6 +11,7 @@ from chiasm.errors import ChiasmError, Reason
 
 FinishReason = Literal["stop", "length"]
 FailureReason = Literal["DEADLINE", "CANCELLED", "INTERNAL", "SHUTTING_DOWN"]
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class SamplingParams:
         stop: texts that end the answer and are not part of it.
         stop_token_ids: tokens that end the answer; their text is not part of it.
         ignore_eos: go on past the model's end-of-sequence tokens.
+        presence_penalty: taken once off the logit of each token that the answer holds, -2 to 2.
+        frequency_penalty: taken off it for each time the answer holds it, -2 to 2.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that
+            the prompt's text or the answer holds; above 0 up to 2, and 1 changes nothing.
+        logit_bias: added to the logits of some tokens, each from -100 to 100.
+        top_logprobs: likeliest tokens told beside each token that was drawn, 0 to 20; None tells
+            no log-probabilities.
 
     Raises:
         ChiasmError: REQUEST_INVALID naming the field.
@@ -44,6 +52,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # Written so that NaN, which fails every comparison, is refused.
@@ -54,6 +67,13 @@ class SamplingParams:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         _require(self.min_tokens >= 0, "min_tokens", "at least 0")
         _require(all(self.stop), "stop", "texts of at least one character")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "from -2 to 2")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "from -2 to 2")
+        _require(0 < self.repetition_penalty <= 2, "repetition_penalty", "above 0 and at most 2")
+        biases = [bias for _, bias in self.logit_bias]
+        _require(all(-100 <= bias <= 100 for bias in biases), "logit_bias", "from -100 to 100")
+        told = self.top_logprobs
+        _require(told is None or 0 <= told <= MAX_TOP_LOGPROBS, "top_logprobs", "from 0 to 20")
 
 
 def _require(holds: bool, field: str, rule: str) -> None:
@@ -67,7 +87,8 @@ class ImageSpan:
 
     Attributes:
         rows: `[length, width]`, any float type; cast to the decoder's.
-        digest: of the rows' content and their encoder's identity.
+        digest: of the rows' content and their encoder's identity. Empty where it is not known:
+            what is computed from here on is then shared with no other prompt.
     """
 
     start: int
@@ -78,23 +99,52 @@ class ImageSpan:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids with a placeholder id for each image row, and the images in order."""
+    """Token ids with a placeholder id for each image row, and the images in order.
+
+    Attributes:
+        salt: whose prompt it is, tenant and cache salt each framed by its length. Prompts of
+            other salts share no keys and values with it.
+    """
 
     token_ids: tuple[int, ...]
     images: tuple[ImageSpan, ...] = ()
+    salt: bytes = b""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and how likely the model itself held it, before any setting of the request.
+
+    Attributes:
+        token: its bytes, not always whole characters. Those of a text's tokens, joined, are the
+            text in UTF-8. A special token, which is no text, has its spelling.
+        logprob: natural logarithm of the probability.
+        top: the likeliest tokens in its place, likeliest first, each without a `top` of its own.
+    """
+
+    token_id: int
+    token: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens and the text they made certain, which may be empty."""
+    """New tokens of one choice and the text they made certain, which may be empty.
+
+    Attributes:
+        logprobs: one for each of `token_ids`, or none where none were asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete; its last text came in a Delta before.
+    """One choice is complete; its last text came in a Delta before.
 
     Attributes:
         completion_tokens: generated tokens, the one that ended the answer included.
@@ -111,11 +161,12 @@ class Finished:
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    choice: int = 0
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The answer ended early. Nothing follows."""
+    """The request ended early with all its choices. Nothing follows."""
 
     reason: FailureReason
 
@@ -134,7 +185,13 @@ class Ticket:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the start, and what is held now."""
+    """Counts since the start, and what is held now.
+
+    Attributes:
+        blocks_cached: blocks in use by none whose content can be found again.
+        prefix_cache_query_tokens_total: prompt tokens of admitted sequences that may share blocks.
+        prefix_cache_hit_tokens_total: those of them that were found and not computed.
+    """
 
     running: int
     waiting: int
@@ -145,6 +202,9 @@ class EngineStats:
     steps_total: int
     cancelled_total: int
     preempted_total: int
+    blocks_cached: int = 0
+    prefix_cache_query_tokens_total: int = 0
+    prefix_cache_hit_tokens_total: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +218,8 @@ class EngineSettings:
         max_running: most sequences in one step.
         max_waiting: most submitted sequences that wait for a place.
         block_size: tokens a block of keys and values holds.
+        prefix_cache: keep the blocks of answers that ended while nobody needs the room, for
+            prompts that begin with the same tokens and pictures under the same salt.
     """
 
     kv_bytes: int = 512 * 1024 * 1024
@@ -165,6 +227,7 @@ class EngineSettings:
     max_running: int = 64
     max_waiting: int = 1024
     block_size: int = 16
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         smallest = min(self.kv_bytes, self.max_running, self.max_waiting, self.block_size)
@@ -202,9 +265,38 @@ class DecoderParts:
     device: torch.device | str
 
 
-class TokenDecoder(Protocol):
-    """What the engine needs of a tokenizer, as transformers types it: one list gives one text."""
+class Constraint(Protocol):
+    """Where one answer stands in its grammar. Not for two threads at once."""
 
+    def allowed(self) -> torch.Tensor:
+        """Tokens that may come now: bool `[vocab_size]` on the CPU.
+
+        The model's end-of-sequence tokens are among them only where the answer may end.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """Takes note of the token that was drawn."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow; the answer then ends with "stop"."""
+
+    def fork(self) -> "Constraint":
+        """A copy at the same state, for another choice."""
+
+
+class TokenDecoder(Protocol):
+    """What the engine needs of a fast tokenizer, as transformers types it.
+
+    Attributes:
+        backend_tokenizer: the `tokenizers.Tokenizer` behind it.
+        added_tokens_decoder: its `AddedToken`s by id, special ones among them.
+    """
+
+    @property
+    def backend_tokenizer(self) -> Any: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
     def decode(
         self, token_ids: list[int], skip_special_tokens: bool = ..., **options: Any
     ) -> str | list[str]: ...

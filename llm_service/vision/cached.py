@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from chiasm.embedding_cache import EmbeddingCache, Options, embedding_key
 from chiasm.models.identity import EncoderIdentity
@@ -36,8 +37,11 @@ class CachedSource:
         if rows is not None:
             return Fetched(rows, "cache", fetch_seconds=time.monotonic() - began)
         fetched = await self._source.encode(image, asked)
-        self._entries.put(key, fetched.rows)
-        return fetched
+        rows = await asyncio.get_running_loop().run_in_executor(
+            self._workers, fetched.rows.named, self._identity
+        )
+        self._entries.put(key, rows)
+        return replace(fetched, rows=rows)
 
     async def close(self) -> None:
         await self._source.close()

@@ -18,6 +18,8 @@ import pytest
 from gateway.server import listen
 from tests.scripted_llm import MODEL, Script, ScriptedLlm
 
+pytestmark = pytest.mark.system
+
 ASK: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 

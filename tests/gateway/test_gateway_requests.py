@@ -14,7 +14,7 @@ import torch
 from chiasm.errors import ChiasmError, Reason
 from chiasm.v1 import image_pb2, llm_service_pb2
 from tests.gateway.gateway_system import System
-from tests.scripted_llm import MODEL, WIDTH, Script
+from tests.scripted_llm import MODEL, WIDTH, Script, finished
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -108,16 +108,22 @@ async def test_sampling_fields_arrive_and_absent_ones_stay_absent(system: System
     plain = (await sent(system, {"role": "user", "content": "x"})).message
     assert plain.model == MODEL
     assert plain.sampling == llm_service_pb2.SamplingParameters()
+    system.llm.script = Script(end=finished(*[llm_service_pb2.FINISH_REASON_STOP] * 3))
     full = await sent(
         system,
         {"role": "user", "content": "x"},
         temperature=0, top_p=0.5, top_k=-1, min_p=0.25, seed=-7, max_tokens=9, min_tokens=2,
-        stop=["a", "b"], stop_token_ids=[5], ignore_eos=True, n=1,
+        stop=["a", "b"], stop_token_ids=[5], ignore_eos=True, n=3, presence_penalty=0.5,
+        frequency_penalty=-1.5, repetition_penalty=1.25, logit_bias={"5": -100, "006": 0.5},
+        logprobs=True, top_logprobs=4, cache_salt="pepper",
     )  # fmt: skip
     assert full.message.sampling == llm_service_pb2.SamplingParameters(
         temperature=0, top_p=0.5, top_k=0, min_p=0.25, seed=-7, max_token_count=9,
         min_token_count=2, stop=["a", "b"], stop_token_ids=[5], ignore_eos=True,
+        choice_count=3, presence_penalty=0.5, frequency_penalty=-1.5, repetition_penalty=1.25,
+        logit_bias={5: -100, 6: 0.5}, logprobs=True, top_logprob_count=4,
     )  # fmt: skip
+    assert full.message.cache_salt == "pepper"
 
 
 async def test_the_newer_token_limit_wins(system: System) -> None:
@@ -153,8 +159,7 @@ async def test_null_is_absent_and_unknown_fields_are_ignored(system: System) -> 
 async def test_harmless_values_of_unserved_fields_are_taken(system: System) -> None:
     await sent(
         system, {"role": "user", "content": "x"},
-        n=1, logprobs=False, tools=[], tool_choice="none", response_format={"type": "text"},
-        logit_bias={}, presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1,
+        tools=[], tool_choice="none", response_format={"type": "text"},
         modalities=["text"], parallel_tool_calls=False, skip_special_tokens=True,
     )  # fmt: skip
     await sent(system, {"role": "user", "content": "x"}, tools=[{"type": "function"}],

@@ -26,6 +26,8 @@ STUBBORN = (
     "import time; time.sleep(600)\n"
 )
 
+pytestmark = pytest.mark.system
+
 
 class Programs:
     """Writes modules that parts can run."""

@@ -9,6 +9,8 @@ from safetensors import safe_open
 
 from tests.tiny_llava import build_tiny_llava
 
+pytestmark = pytest.mark.system
+
 MIB = 1024 * 1024
 PROBE = Path(__file__).with_name("memory_of_half.py")
 ROOT = Path(__file__).parents[3]

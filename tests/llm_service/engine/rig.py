@@ -16,6 +16,7 @@ from llm_service.engine.engine import EmbeddedEngine
 from llm_service.engine.runner import Runner
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.values import (
+    Constraint,
     DecoderParts,
     Delta,
     EngineSettings,
@@ -219,10 +220,12 @@ class Listener:
     gets to the next line.
     """
 
-    def __init__(self, pace: float = 0.0) -> None:
+    def __init__(self, pace: float = 0.0, choices: int = 1) -> None:
         self._pace = pace
+        self._choices = choices
         self.deltas: list[Delta] = []
-        self.end: Finished | Failed | None = None
+        self.ends: dict[int, Finished] = {}
+        self.end: Finished | Failed | None = None  # of the choice that ended last
         self.ended_at = float("inf")
         self.begun = threading.Event()
         self._ended = threading.Event()
@@ -230,10 +233,15 @@ class Listener:
     def __call__(self, event: Event) -> None:
         assert self.end is None, "an event came after the end"
         if isinstance(event, Delta):
+            assert event.choice not in self.ends, "a token came after its choice's end"
             self.deltas.append(event)
             self.begun.set()
             time.sleep(self._pace)
-        else:
+            return
+        if isinstance(event, Finished):
+            assert event.choice not in self.ends, "a choice ended twice"
+            self.ends[event.choice] = event
+        if isinstance(event, Failed) or len(self.ends) == self._choices:
             self.end = event
             self.ended_at = time.monotonic()
             self._ended.set()
@@ -249,6 +257,10 @@ class Listener:
     @property
     def token_ids(self) -> list[int]:
         return [token for delta in self.deltas for token in delta.token_ids]
+
+    def tokens_of(self, choice: int) -> list[int]:
+        deltas = [delta for delta in self.deltas if delta.choice == choice]
+        return [token for delta in deltas for token in delta.token_ids]
 
     @property
     def finished(self) -> Finished:
@@ -269,12 +281,23 @@ class Running:
         sampling: SamplingParams,
         deadline: float | None = None,
         pace: float = 0.0,
+        choices: int = 1,
+        constraint: Constraint | None = None,
     ) -> tuple[Ticket, Listener]:
-        listener = Listener(pace)
-        return self.engine.submit("request", prompt, sampling, deadline, listener), listener
+        listener = Listener(pace, choices)
+        ticket = self.engine.submit(
+            "request", prompt, sampling, deadline, listener, choices=choices, constraint=constraint
+        )
+        return ticket, listener
 
-    def answer(self, prompt: Prompt, sampling: SamplingParams) -> Listener:
-        return self.submit(prompt, sampling)[1].wait()
+    def answer(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        choices: int = 1,
+        constraint: Constraint | None = None,
+    ) -> Listener:
+        return self.submit(prompt, sampling, None, 0.0, choices, constraint)[1].wait()
 
 
 @contextmanager

@@ -355,8 +355,8 @@ def test_more_than_may_wait_is_refused_with_a_time_to_try_again() -> None:
 
 def test_counts_add_up() -> None:
     with running(random_llama()) as system:
-        for _ in range(2):
-            system.answer(random_prompt(1, 21), greedy(5, ignore_eos=True))
+        for seed in range(2):
+            system.answer(random_prompt(seed, 21), greedy(5, ignore_eos=True))
         stats = system.engine.stats()
     assert (stats.prefill_tokens_total, stats.tokens_generated_total) == (42, 10)
     assert stats.steps_total == 10
@@ -377,6 +377,14 @@ def test_counts_add_up() -> None:
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("stop", ("a", "")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 2.1),
+        ("logit_bias", ((1, 0.0), (2, 101.0))),
+        ("logit_bias", ((1, float("nan")),)),
+        ("top_logprobs", 21),
+        ("top_logprobs", -1),
     ],
 )
 def test_a_sampling_setting_out_of_range_is_refused_by_name(field: str, value: Any) -> None:

@@ -1,5 +1,6 @@
 """Text comes in whole characters, and no part of a stop text is ever shown."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,52 +9,64 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from llm_service.engine.text import StopFilter, TextStream
+from llm_service.engine.text import ByteStream, StopFilter, TextStream, WindowStream
+from llm_service.engine.token_bytes import TokenBytes
 from llm_service.engine.values import TokenDecoder
 from tests.llm_service.engine.rig import EOS, ids_of, tokenizer
 
 BYTES = tokenizer()
+TOKEN_BYTES = TokenBytes(BYTES)
+# Both are exact for a tokenizer of bytes.
+STREAMS = {"bytes": lambda: ByteStream(TOKEN_BYTES), "window": lambda: WindowStream(BYTES)}
+both = pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS.keys())
+Stream = Callable[[], TextStream]
 
 
-def _pieces(tokens: list[int]) -> list[str]:
-    stream = TextStream(BYTES)
-    return [*[stream.push(token) for token in tokens], stream.close()]
+def _pieces(stream: Stream, tokens: list[int]) -> list[str]:
+    opened = stream()
+    return [*[opened.push(token) for token in tokens], opened.close()]
 
 
-def test_a_character_of_several_tokens_comes_whole_with_its_last() -> None:
-    pieces = _pieces(list(ids_of("é€🦊!")))
+@both
+def test_a_character_of_several_tokens_comes_whole_with_its_last(stream: Stream) -> None:
+    pieces = _pieces(stream, list(ids_of("é€🦊!")))
     assert pieces == ["", "é", "", "", "€", "", "", "", "🦊", "!", ""]
 
 
-def test_special_tokens_are_no_text() -> None:
-    assert _pieces([*ids_of("a"), EOS, *ids_of("b")]) == ["a", "", "b", ""]
+@both
+def test_special_tokens_are_no_text(stream: Stream) -> None:
+    assert _pieces(stream, [*ids_of("a"), EOS, *ids_of("b")]) == ["a", "", "b", ""]
 
 
-def test_a_character_cut_off_by_the_end_is_marked() -> None:
-    assert "".join(_pieces(list(ids_of("ok🦊"))[:-1])) == "ok\ufffd"
+@both
+def test_a_character_cut_off_by_the_end_is_marked(stream: Stream) -> None:
+    assert "".join(_pieces(stream, list(ids_of("ok🦊"))[:-1])) == "ok\ufffd"
 
 
-def test_bytes_that_are_no_text_do_not_pile_up() -> None:
-    pieces = _pieces([ids_of("é")[1]] * 500)
+@both
+def test_bytes_that_are_no_text_do_not_pile_up(stream: Stream) -> None:
+    pieces = _pieces(stream, [ids_of("é")[1]] * 500)
     assert "".join(pieces) == "\ufffd" * 500
     assert max(map(len, pieces[:-1])) == 1
 
 
+@both
 @settings(max_examples=200, deadline=None)
-@given(st.text(max_size=30))
-def test_the_pieces_of_text_join_to_it_with_no_mark_in_between(text: str) -> None:
-    pieces = _pieces(list(ids_of(text)))
+@given(text=st.text(max_size=30))
+def test_the_pieces_of_text_join_to_it_with_no_mark_in_between(stream: Stream, text: str) -> None:
+    pieces = _pieces(stream, list(ids_of(text)))
     assert "".join(pieces) == text
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
+@both
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 259), max_size=90))
-def test_the_pieces_of_any_tokens_join_to_their_decoding(tokens: list[int]) -> None:
-    assert "".join(_pieces(tokens)) == BYTES.decode(tokens, skip_special_tokens=True)
+@given(tokens=st.lists(st.integers(0, 259), max_size=90))
+def test_the_pieces_of_any_tokens_join_to_their_decoding(stream: Stream, tokens: list[int]) -> None:
+    assert "".join(_pieces(stream, tokens)) == BYTES.decode(tokens, skip_special_tokens=True)
 
 
-def _sentencepiece_like() -> TokenDecoder:
+def sentencepiece_like() -> TokenDecoder:
     words = ["<unk>", "▁Hello", "▁world", "!", "<0xE2>", "<0x82>", "<0xAC>", "▁"]
     vocabulary = {word: number for number, word in enumerate(words)}
     core = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
@@ -74,9 +87,8 @@ def _sentencepiece_like() -> TokenDecoder:
     "tokens", [[1, 2, 3], [7, 1, 2], [1, 4, 5, 6, 2, 4, 5, 6, 4, 5, 6, 3], [4, 5, 6, 7, 7, 1]]
 )
 def test_spaces_and_byte_fallback_join_to_the_whole_decoding(tokens: list[int]) -> None:
-    words = _sentencepiece_like()
-    stream = TextStream(words)
-    pieces = [*[stream.push(token) for token in tokens], stream.close()]
+    words = sentencepiece_like()
+    pieces = _pieces(lambda: WindowStream(words), tokens)
     assert "".join(pieces) == words.decode(tokens, skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in pieces)
 

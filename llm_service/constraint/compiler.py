@@ -1,0 +1,168 @@
+"""Compiles constraints before a request is admitted, off the event loop and within limits."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from llguidance import LLMatcher
+
+from chiasm import telemetry
+from chiasm.errors import ChiasmError, Reason
+from chiasm.v1 import llm_service_pb2
+from llm_service.constraint.limits import ConstraintLimits, parser_limits
+from llm_service.constraint.matcher import ConstraintBroken, GrammarConstraint, Vocabulary
+from llm_service.constraint.proving import Trial, TrialFailed
+from llm_service.constraint.requested import Requested, read_constraint
+
+# Twice what the trial has, so that what it survived is survived here.
+_STACK: Final = 64 << 20
+_QUOTED: Final = 200
+# Findings that speak of the library's own matters, and what they mean to the caller.
+_PLAIN: Final = {
+    "oneOf constraints": "oneOf is not supported where two of its schemas may match at once; write "
+    "anyOf, or give each a required property with another const",
+    "NoExtension": "no text keeps it",
+}
+_TOO_COMPLEX: Final = (
+    "fuel",
+    "too big",
+    "too large",
+    "too complex",
+    "too deeply",
+    "precomputation",
+)
+_UNSUPPORTED: Final = ("unimplemented", "not supported", "unknown format", "only supported")
+_Outcome = LLMatcher | ChiasmError
+
+
+class Compiler:
+    """Compiled grammars of one model. Used on one event loop; `close` ends its process.
+
+    A grammar compiles in a trial process first, which is killed at the limit of time and may crash;
+    then in this process, in one thread that holds no lock of Python's meanwhile. Outcomes are kept
+    by digest, refusals too.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None, limits: ConstraintLimits) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._trial = Trial(limits)
+        self._worker = _worker_with_stack(_STACK)
+        self._turn = asyncio.Lock()
+        self._kept: OrderedDict[bytes, _Outcome] = OrderedDict()
+
+    async def compile(
+        self, message: llm_service_pb2.OutputConstraint, *, ignore_eos: bool = False
+    ) -> GrammarConstraint:
+        """A new answer's constraint.
+
+        Args:
+            ignore_eos: the answer goes on for as long as the grammar lets it.
+
+        Raises:
+            ChiasmError: REQUEST_INVALID or UNSUPPORTED with the field at fault.
+        """
+        requested = read_constraint(message, self._limits)
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            raise ChiasmError(
+                Reason.UNSUPPORTED, "This model's tokenizer serves no constraints.", "constraint"
+            )
+        outcome = self._found(requested.digest) or await self._compile(requested, vocabulary)
+        if isinstance(outcome, ChiasmError):
+            raise ChiasmError(outcome.reason, outcome.message, requested.field)
+        return GrammarConstraint(outcome.deep_copy(), vocabulary, ignore_eos=ignore_eos)
+
+    async def close(self) -> None:
+        await self._trial.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _found(self, digest: bytes) -> _Outcome | None:
+        outcome = self._kept.get(digest)
+        if outcome is not None:
+            self._kept.move_to_end(digest)
+        return outcome
+
+    async def _compile(self, requested: Requested, vocabulary: Vocabulary) -> _Outcome:
+        async with self._turn:
+            # Another request may have asked for the same meanwhile.
+            outcome = self._found(requested.digest)
+            if outcome is None:
+                outcome = await self._tried(requested, vocabulary)
+                self._keep(requested.digest, outcome)
+        return outcome
+
+    def _keep(self, digest: bytes, outcome: _Outcome) -> None:
+        self._kept[digest] = outcome
+        if len(self._kept) > self._limits.kept:
+            self._kept.popitem(last=False)
+
+    async def _tried(self, requested: Requested, vocabulary: Vocabulary) -> _Outcome:
+        try:
+            fault = await self._trial.fault_of(requested.grammar)
+        except TrialFailed:
+            telemetry.logger().warning("a constraint was given up", field=requested.field)
+            # Not kept: it may have been the machine's fault.
+            raise _too_complex(requested) from None
+        if fault:
+            return _told(fault, requested)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, compiled, requested, vocabulary)
+
+
+def compiled(requested: Requested, vocabulary: Vocabulary) -> _Outcome:
+    """The grammar at its beginning, its first mask computed, or why there is none."""
+    root = LLMatcher(vocabulary.tokenizer, requested.grammar, log_level=0, limits=parser_limits())
+    if root.is_error():
+        return _told(root.get_error(), requested)
+    try:
+        # On the root itself: what the first mask costs once, no answer pays again.
+        first = GrammarConstraint(root, vocabulary).allowed()
+    except ConstraintBroken:
+        return _too_complex(requested)
+    text_ids = first.clone()
+    text_ids[list(vocabulary.eos_ids)] = False
+    if not text_ids.any():
+        return _refused(Reason.REQUEST_INVALID, "No text but the empty one keeps it.", requested)
+    return root
+
+
+def _told(fault: str, requested: Requested) -> ChiasmError:
+    """The library's finding. It is written for whoever wrote the grammar, and quotes only that."""
+    if any(sign in fault.lower() for sign in _TOO_COMPLEX):
+        return _too_complex(requested)
+    brief = next((plain for sign, plain in _PLAIN.items() if sign in fault), _brief(fault))
+    unsupported = any(sign in brief.lower() for sign in _UNSUPPORTED)
+    reason = Reason.UNSUPPORTED if unsupported else Reason.REQUEST_INVALID
+    return _refused(reason, f"It cannot be enforced: {brief}.", requested)
+
+
+def _brief(fault: str) -> str:
+    """One line of the library's text: its `error:` line where it has one, else the first."""
+    lines = [line.strip() for line in fault.splitlines() if line.strip()] or ["no reason given"]
+    stated = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    line = (stated or lines)[0].rstrip(".:")
+    clean = "".join(char if char.isprintable() else " " for char in line)
+    return clean if len(clean) <= _QUOTED else f"{clean[:_QUOTED]}..."
+
+
+def _too_complex(requested: Requested) -> ChiasmError:
+    text = "It takes too much time or memory to enforce; make it smaller or less nested."
+    return _refused(Reason.REQUEST_INVALID, text, requested)
+
+
+def _refused(reason: Reason, message: str, requested: Requested) -> ChiasmError:
+    return ChiasmError(reason, message, requested.field)
+
+
+def _worker_with_stack(size: int) -> ThreadPoolExecutor:
+    """One thread with that stack; threads that others start at this moment get it too."""
+    before = threading.stack_size(size)
+    try:
+        worker = ThreadPoolExecutor(1, "grammar")
+        worker.submit(threading.get_ident).result()
+    finally:
+        threading.stack_size(before)
+    return worker
