@@ -58,6 +58,13 @@ class LlmSettings(Settings):
     step_token_budget: int = Field(
         512, ge=1, description="Most tokens a step computes; bounds how long a stream waits."
     )
+    decode_stretch: float = Field(
+        2.0,
+        ge=0,
+        description="How many times as long a step may take for the sake of new prompts while "
+        "answers run, above 1. Higher: pictures are answered sooner, streams wait longer for "
+        "their next token. 0: no limit but --step-token-budget.",
+    )
     max_running: int = Field(64, ge=1, description="Most sequences in one step.")
     prefix_cache: bool = Field(
         True, description="Keep keys and values for prompts that begin alike, for each tenant."
@@ -107,6 +114,8 @@ class LlmSettings(Settings):
     def _agree(self) -> "LlmSettings":
         if self.step_token_budget < self.max_running:
             raise ValueError("step_token_budget must be at least max_running")
+        if 0 < self.decode_stretch <= 1:
+            raise ValueError("decode_stretch must be above 1, or 0 for no limit")
         if self.vision == "remote" and not self.encoder_targets:
             raise ValueError("vision is remote, so encoders must name at least one host:port")
         return self
@@ -131,6 +140,7 @@ class LlmSettings(Settings):
         return EngineSettings(
             kv_bytes=self.kv_bytes,
             step_token_budget=self.step_token_budget,
+            decode_stretch=self.decode_stretch,
             max_running=self.max_running,
             max_waiting=self.max_active_requests,
             prefix_cache=self.prefix_cache,

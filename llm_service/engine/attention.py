@@ -50,6 +50,11 @@ class KvPool:
     def block_size(self) -> int:
         return self.tensor.shape[4]
 
+    @property
+    def token_count(self) -> int:
+        """Tokens that all blocks but the zero one hold."""
+        return (self.tensor.shape[2] - 1) * self.block_size
+
     def clear(self, blocks: Sequence[int]) -> None:
         if blocks:
             index = torch.tensor(blocks, device=self.tensor.device)

@@ -1,5 +1,6 @@
 """The embedded engine: one thread that schedules, runs and publishes."""
 
+import functools
 import math
 import threading
 import time
@@ -133,10 +134,13 @@ class EmbeddedEngine:
         self._on_fatal = on_fatal
         block_count = _block_count(decoder, settings)
         self._pool = BlockPool(block_count, settings.block_size)
-        self._scheduler = Scheduler(self._pool, settings.step_token_budget, settings.max_running)
         self._runner = Runner(decoder, block_count, settings.block_size)
         if not self._runner.probe():
             raise ModelBroken("the decoder's first logits are not finite")
+        self._scheduler = Scheduler(
+            self._pool, settings.step_token_budget, settings.max_running,
+            beside=_prompts_beside(self._runner, settings.decode_stretch),
+        )  # fmt: skip
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._token_bytes = TokenBytes(detokenizer_tokenizer)
         self._requests: dict[int, Request] = {}  # by their tickets' keys
@@ -491,6 +495,13 @@ def _drained(orders: "SimpleQueue[_Order]") -> Iterator[_Order]:
             yield orders.get_nowait()
         except Empty:
             return
+
+
+def _prompts_beside(runner: Runner, stretch: float) -> Callable[[int], int] | None:
+    prices = runner.prices() if stretch else None
+    if prices is None:
+        return None
+    return functools.partial(prices.prompt_tokens_beside, stretch=stretch)
 
 
 def _block_count(decoder: DecoderParts, settings: EngineSettings) -> int:

@@ -1,5 +1,6 @@
 """Turns a step into one forward pass of the decoder, or of its layers in native code."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -11,11 +12,14 @@ from llm_service.engine.attention import KvPool, flat_order, lay_out, use_paged_
 from llm_service.engine.block_pool import ZERO_BLOCK
 from llm_service.engine.native import NativeDecoder
 from llm_service.engine.native.decoder import rows_of
+from llm_service.engine.pricing import StepPrices
 from llm_service.engine.scheduler import Chunk, Step
 from llm_service.engine.values import DecoderParts, ImageSpan
 
 _PROBE = Chunk(key=-1, start=0, length=1, samples=True, blocks=(ZERO_BLOCK,))
 _TRIAL_LENGTH: Final = 12
+_PRICED_TOKENS: Final = 64
+_PRICED_TIMES: Final = 3
 # Greatest difference of logits, as a share of the greatest logit, at which the native layers count
 # as the decoder's own: rounding, and far from what a wrong formula gives.
 _AGREEMENT: Final = {torch.float32: 1e-4, torch.bfloat16: 0.06}
@@ -97,6 +101,28 @@ class Runner:
             return all(self.run(Step((_PROBE,)), {_PROBE.key: _Known()}).finite())
         finally:
             self._pool.clear([ZERO_BLOCK])
+
+    def prices(self) -> StepPrices | None:
+        """What steps cost here and now; None where the pool is too small to tell. Not while others
+        hold blocks."""
+        many = min(_PRICED_TOKENS, self._pool.token_count, self._decoder.context_length)
+        if many < 2:
+            return None
+        return StepPrices.fit((1, self._seconds(1)), (many, self._seconds(many)))
+
+    def _seconds(self, tokens: int) -> float:
+        """The shortest of some steps of so many tokens: what disturbs one only makes it longer."""
+        last = ZERO_BLOCK + -(-tokens // self._pool.block_size)
+        blocks = tuple(range(ZERO_BLOCK + 1, last + 1))
+        chunk = Chunk(key=-1, start=0, length=tokens, samples=True, blocks=blocks, fresh=blocks)
+        known = {chunk.key: _Known((0,) * tokens)}
+        times = []
+        for _ in range(_PRICED_TIMES):
+            begun = time.perf_counter()
+            self.run(Step((chunk,)), known)
+            times.append(time.perf_counter() - begun)
+        self._pool.clear(blocks)
+        return min(times)
 
     def _run_native(
         self, native: NativeDecoder, chunks: Sequence[Chunk], sequences: Mapping[int, Tokens]

@@ -13,7 +13,8 @@ is decoding. What a sequence may rely on:
   ended meanwhile, unless others hold blocks of equal content that it now shares. Without such, a
   sequence is preempted at most once for each older one, so fewer than `max_running` times; in any
   case, each time is paid for by a block that an older one grew by.
-- An answer that has its blocks gets a token in every step, and prompts get what the budget leaves.
+- An answer that has its blocks gets a token in every step, and prompts get what the budget leaves
+  or, where answers run, what `beside` allows, so that the answers' steps stay short.
   The oldest of them gets at least half of that, and that is at least one token: no more than
   `max_running` sequences share a step, whatever waits, and the budget is at least that. As one
   token is poor progress beside many answers, let the budget be several times `max_running`.
@@ -26,7 +27,7 @@ last token. Of two that come in the same step each computes its own.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from llm_service.engine.block_keys import BlockKeys
@@ -110,9 +111,21 @@ class Scheduler:
         found_tokens_total: those of them that were found and not computed.
     """
 
-    def __init__(self, pool: BlockPool, step_token_budget: int, max_running: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        step_token_budget: int,
+        max_running: int,
+        *,
+        beside: Callable[[int], int] | None = None,
+    ) -> None:
+        """Args:
+        beside: how many prompt tokens may share a step with so many answers, at least 1; None
+            leaves it to the budget.
+        """
         self._pool = pool
         self._budget = step_token_budget
+        self._beside = beside
         self._max_running = max_running
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[_Entry] = deque()
@@ -237,7 +250,10 @@ class Scheduler:
     def _shares(self) -> dict[int, int]:
         """How many tokens of each unfinished prompt the step computes."""
         prompts = [entry for entry in self._running if not entry.decoding]
-        left = self._budget - (len(self._running) - len(prompts))
+        answers = len(self._running) - len(prompts)
+        left = self._budget - answers
+        if answers and self._beside is not None:
+            left = min(left, self._beside(answers))
         shares: dict[int, int] = {}
         ahead = left // 2
         for entry in prompts[1:]:

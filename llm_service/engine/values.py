@@ -215,6 +215,8 @@ class EngineSettings:
         kv_bytes: memory for keys and values.
         step_token_budget: most tokens a step computes, so the longest that a running answer waits
             for another's prompt; at least `max_running`.
+        decode_stretch: how many times as long a step may take for the sake of prompts while
+            answers run, above 1; 0 sets no limit but the budget.
         max_running: most sequences in one step.
         max_waiting: most submitted sequences that wait for a place.
         block_size: tokens a block of keys and values holds.
@@ -224,6 +226,7 @@ class EngineSettings:
 
     kv_bytes: int = 512 * 1024 * 1024
     step_token_budget: int = 512
+    decode_stretch: float = 2.0
     max_running: int = 64
     max_waiting: int = 1024
     block_size: int = 16
@@ -233,6 +236,8 @@ class EngineSettings:
         smallest = min(self.kv_bytes, self.max_running, self.max_waiting, self.block_size)
         if smallest < 1:
             raise ValueError("every engine setting must be at least 1")
+        if self.decode_stretch != 0 and not self.decode_stretch > 1:
+            raise ValueError("decode_stretch must be above 1, or 0 for no limit")
         if self.step_token_budget < self.max_running:
             raise ValueError(
                 f"step_token_budget is {self.step_token_budget}; it must be at least max_running, "

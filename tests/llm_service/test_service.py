@@ -282,7 +282,7 @@ async def test_leaving_a_stream_frees_its_blocks_within_a_second(serve: Serve) -
 async def test_a_deadline_ends_a_stream_with_its_status(serve: Serve) -> None:
     async with (
         serve() as (service, _),
-        AsyncClient(llm=f"127.0.0.1:{service.port}", timeout=0.15) as hurried,
+        AsyncClient(llm=f"127.0.0.1:{service.port}", timeout=0.03) as hurried,
     ):
         with pytest.raises(ChiasmError) as caught:
             await hurried.generate([user("go on")], LONG)

@@ -454,3 +454,16 @@ def test_none_loses_its_blocks_more_often_than_there_are_older_ones(
                 scheduler.remove(key)
                 del left[key]
     assert scheduler.preempted_total <= sum(min(key, max_running - 1) for key in range(len(sizes)))
+
+
+def test_beside_answers_a_prompt_takes_no_more_than_it_may_and_alone_the_whole_budget() -> None:
+    scheduler = Scheduler(BlockPool(99, 4), step_token_budget=64, max_running=8, beside=lambda n: n)
+    scheduler.add(1, length=100, longest=110)
+    first = scheduler.plan()
+    assert [chunk.length for chunk in first.chunks] == [64]
+    scheduler.commit(first)
+    scheduler.commit(scheduler.plan())
+    scheduler.add(2, length=30, longest=40)
+    scheduler.add(3, length=3, longest=9)
+    second = scheduler.plan()
+    assert [(chunk.key, chunk.length) for chunk in second.chunks] == [(1, 1), (2, 1)]
