@@ -17,7 +17,7 @@ Answers = OpenStream[llm_service_pb2.GenerateResponse]
 
 CARD_SECONDS: Final = 5.0
 _CARD_TIMEOUT_SECONDS: Final = 5.0
-_HEALTH_TIMEOUT_SECONDS: Final = 1.0
+_HEALTH_TIMEOUT_SECONDS: Final = 2.0
 
 
 class Llm:
@@ -41,11 +41,14 @@ class Llm:
         return self._card
 
     async def is_serving(self) -> bool:
-        """Whether the service says within a second that it can answer."""
+        """Whether the service says within two seconds that it can answer."""
         stub = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = await stub.Check(
-                health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_SECONDS
+                health_pb2.HealthCheckRequest(),
+                timeout=_HEALTH_TIMEOUT_SECONDS,
+                # A connection that is renewed just now is no sign of a service that cannot answer.
+                wait_for_ready=True,
             )
         except grpc.RpcError:
             return False
