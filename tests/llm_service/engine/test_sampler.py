@@ -18,7 +18,7 @@ from llm_service.engine.values import SamplingParams
 WIDTH = 24
 # More than the tokens that are ranked first, and no multiple of the stretches that are summed.
 WIDE = 1000
-DRAWS = 1000
+DRAWS = 500
 
 
 def _logits(seed: int, rows: int = 1, width: int = WIDTH) -> torch.Tensor:
