@@ -108,7 +108,9 @@ def _examples(plan: Plan, wanted: Wanted) -> str:
 
 
 def _compare_example(plan: Plan) -> str:
-    return _COMPARE.format(url=plan.url, llm=plan.llm, encoder=plan.encoders[0])
+    return _COMPARE.format(
+        program=sys.argv[0], url=plan.url, llm=plan.llm, encoder=plan.encoders[0]
+    )
 
 
 _TEXT_EXAMPLE = """
@@ -142,5 +144,5 @@ print(answer.choices[0].message.content)
 _COMPARE = """
 Do all ways into it give the same text?
 
-chiasm compare --url {url} --llm {llm} --encoder {encoder}
+{program} compare --url {url} --llm {llm} --encoder {encoder}
 """
