@@ -345,7 +345,7 @@ class EmbeddedEngine:
     def _sampled(self, step: Step) -> dict[int, Sampled | None]:
         predictions = self._runner.run(step, self._sequences)
         tokens: dict[int, Sampled | None] = dict.fromkeys(predictions.keys)
-        draws = self._draws(predictions.keys, predictions.finite())
+        draws = self._draws(predictions.keys, predictions.whole)
         if draws:
             whole = len(draws) == len(tokens)
             logits = predictions.logits if whole else predictions.logits[list(draws)]

@@ -55,10 +55,6 @@ class Predictions:
     best: list[int]
     whole: list[bool]
 
-    def finite(self) -> list[bool]:
-        """Whether each row holds numbers only."""
-        return self.whole
-
 
 class Runner:
     """Holds the decoder and the pool of keys and values. Not for two threads at once.
@@ -98,7 +94,7 @@ class Runner:
     def probe(self) -> bool:
         """Whether the decoder still computes: one token, no sequence's blocks."""
         try:
-            return all(self.run(Step((_PROBE,)), {_PROBE.key: _Known()}).finite())
+            return all(self.run(Step((_PROBE,)), {_PROBE.key: _Known()}).whole)
         finally:
             self._pool.clear([ZERO_BLOCK])
 

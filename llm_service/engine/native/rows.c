@@ -1,10 +1,11 @@
-/* Decoder layers of the Llama kind for a few rows at a time, at the speed of memory.
+/* Decoder layers of the Llama kind over paged keys and values, made for few rows at a time.
  *
  * A row is one token of any sequence, decoding or part of a prompt. Each row is computed in an
  * order of its own that no other row changes, so its result does not depend on its neighbours:
  * not on how many they are, nor on the number of threads.
  *
- * Weights are the decoder's own tensors, [out, in] row-major, float32 or bfloat16, read in place.
+ * Weights are the decoder's own tensors, [out, in] row-major, float32 or bfloat16, read in place;
+ * width, inner width and head size are multiples of 32.
  * Activations and sums are float32. With bfloat16 weights the inputs of a product are rounded to
  * bfloat16, as the decoder's own modules do.
  *
@@ -31,8 +32,6 @@
 #define LANES 4
 #endif
 
-/* Inputs of a product are a multiple of this long. */
-#define GRAIN 32
 /* Rows of a weight that a thread takes at a time: about 40 to 100 KB of memory read in a line. */
 #define CHUNK 32
 #define SPINS 4000

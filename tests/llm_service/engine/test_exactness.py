@@ -106,7 +106,7 @@ def test_a_block_that_held_nan_does_not_poison_its_next_owner() -> None:
     poison = with_image(random_prompt(1, 16), 0, torch.full((16, 64), float("nan")))
     owners = {0: Greedy([*poison.token_ids], poison.images), 1: Greedy([5, 6, 7], ())}
     before = runner.run(Step((Chunk(1, 0, 3, True, (2,), (2,)),)), owners)
-    assert runner.run(Step((Chunk(0, 0, 16, True, (1,), (1,)),)), owners).finite() == [False]
+    assert runner.run(Step((Chunk(0, 0, 16, True, (1,), (1,)),)), owners).whole == [False]
     runner.run(Step((Chunk(1, 0, 2, False, (1,), (1,)),)), owners)
     after = runner.run(Step((Chunk(1, 2, 1, True, (1,)),)), owners)
     torch.testing.assert_close(after.logits, before.logits, atol=TOLERANCE, rtol=0)
@@ -122,7 +122,7 @@ def test_a_row_of_nan_leaves_its_neighbours_in_the_step_alone() -> None:
         key: Greedy([*prompt.token_ids], prompt.images) for key, prompt in enumerate(prompts)
     }
     predictions = Runner(parts(random_llama()), 40, 16).run(scheduler.plan(), sequences)
-    assert dict(zip(predictions.keys, predictions.finite(), strict=True)) == {0: False, 1: True}
+    assert dict(zip(predictions.keys, predictions.whole, strict=True)) == {0: False, 1: True}
 
 
 def test_another_architecture_equals_its_generate() -> None:
