@@ -7,6 +7,7 @@ burst       measures how long text streams of such a URL wait while pictures arr
 tune        finds vLLM's fastest way to start on this machine, so that `compare` is fair
 bandwidth   measures how fast this machine reads memory
 step        measures the embedded engine's decode step against that
+agree       counts how often an answer beside others differs from the same answer alone
 """
 
 import argparse
@@ -191,6 +192,29 @@ def _print_profile(profile: Any) -> None:
     print(f"\none step under the profiler: {whole:.0f} us\n\n{_markdown(lines)}")
 
 
+def _agree(options: argparse.Namespace) -> None:
+    from benchmarks.engine_agree import agreements
+
+    count, new_tokens = (4, 8) if options.quick else (options.prompts, options.steps)
+    lines: list[tuple[str, ...]] = [
+        ("layers", "answers", "that differ", "share", "tokens alike", "first difference at token"),
+        ("---", *["---:"] * 5),
+    ]
+    found = []
+    for one in agreements(
+        options.model, options.dtype, options.threads, count, options.context, new_tokens
+    ):
+        found.append(one)
+        places = ", ".join(map(str, one.places))
+        lines.append(
+            (one.layers, str(one.answers), str(len(one.places)), f"{one.share:.1%}",
+             f"{one.alike} of {one.tokens}", places or "none")
+        )  # fmt: skip
+    print(f"{options.dtype}, greedy, {new_tokens} tokens an answer\n\n{_markdown(lines)}")
+    if options.json:
+        _write(options.json, [asdict(one) for one in found])
+
+
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -207,6 +231,7 @@ _COMMANDS = {
     "tune": _tune,
     "bandwidth": _bandwidth,
     "step": _step,
+    "agree": _agree,
 }
 
 

@@ -234,6 +234,18 @@ def _add_step(command: argparse.ArgumentParser) -> None:
     add("--json", type=Path, help="write all figures to this file")
 
 
+def _add_agree(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--model", type=Path, required=True, help="directory of the checkpoint")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    add("--threads", type=int, default=len(cores()), help="(%(default)s)")
+    add("--prompts", type=int, default=32, help="answers at once (%(default)s)")
+    add("--context", type=int, default=96, help="tokens of the longest prompt (%(default)s)")
+    add("--steps", type=int, default=64, help="tokens of each answer (%(default)s)")
+    add("--json", type=Path, help="write all figures to this file")
+    add("--quick", action="store_true", help="little of everything: shows that it works")
+
+
 def _add_tune(command: argparse.ArgumentParser) -> None:
     _add_compare(command)
     command.add_argument(
@@ -252,4 +264,5 @@ _HELP: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "tune": ("find vLLM's fastest way to start here", _add_tune),
     "bandwidth": ("how fast memory is read here", _add_memory),
     "step": ("the decode step against memory's limit", _add_step),
+    "agree": ("answers beside others against answers alone", _add_agree),
 }

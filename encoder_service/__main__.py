@@ -21,7 +21,8 @@ def main() -> int:
     try:
         open_checkpoint(settings.model)
         # torch takes seconds to import: not for --help, nor for a mistyped flag or directory.
-        from encoder_service import app
+        with memory.lasting():
+            from encoder_service import app
 
         return uvloop.run(app.run(settings))
     except CheckpointError as error:

@@ -11,9 +11,10 @@ def main() -> int:
     read = settings.read(GatewaySettings, program="python -m gateway")
     telemetry.start_logging("gateway", read.log_format, read.log_level)
     # After the settings are read: a wrong flag should not wait for these.
-    import uvloop
+    with memory.lasting():
+        import uvloop
 
-    from gateway.server import run
+        from gateway.server import run
 
     telemetry.logger().info("settings", **settings.shown(read))
     try:

@@ -11,10 +11,11 @@ def main() -> int:
     read = settings.read(LlmSettings, program="python -m llm_service")
     telemetry.start_logging("llm", read.log_format, read.log_level)
     # After the settings are read: torch and transformers take seconds to load, a wrong flag none.
-    import uvloop
+    with memory.lasting():
+        import uvloop
 
-    from chiasm.models.checkpoint import CheckpointError
-    from llm_service.app import run
+        from chiasm.models.checkpoint import CheckpointError
+        from llm_service.app import run
 
     try:
         return uvloop.run(run(read))

@@ -233,8 +233,11 @@ def decoder_parts(settings: LlmSettings, model: LanguageHalf) -> DecoderParts:
 def _prove(engine: Engine, model: LanguageHalf) -> None:
     """Generates two tokens for real: a service is ready when it has answered."""
     ended = threading.Event()
+    failed: list[Failed] = []
 
     def publish(event: Event) -> None:
+        if isinstance(event, Failed):
+            failed.append(event)
         if isinstance(event, Finished | Failed):
             ended.set()
 
@@ -243,3 +246,5 @@ def _prove(engine: Engine, model: LanguageHalf) -> None:
     engine.submit("start", prompt, sampling, None, publish)
     if not ended.wait(_PROOF_SECONDS):
         raise TimeoutError("the engine did not answer its first prompt")
+    if failed:
+        raise RuntimeError("the engine failed on its first prompt; the log says why")

@@ -61,9 +61,9 @@ class LlmSettings(Settings):
     decode_stretch: float = Field(
         2.0,
         ge=0,
-        description="How many times as long a step may take for the sake of new prompts while "
-        "answers run, above 1. Higher: pictures are answered sooner, streams wait longer for "
-        "their next token. 0: no limit but --step-token-budget.",
+        description="How many times as long as at its beginning an answer may wait for a token "
+        "because new prompts are computed beside it, above 1. Higher: pictures are answered "
+        "sooner, streams slow down more. 0: no limit but --step-token-budget.",
     )
     max_running: int = Field(64, ge=1, description="Most sequences in one step.")
     prefix_cache: bool = Field(

@@ -31,6 +31,9 @@ from chiasm.models.identity import (
 MAX_ASPECT_RATIO = 200
 """Scaling the short edge of a thinner image up to the tower's size would cost gigabytes."""
 
+# Height and width of the two pictures that prove a tower.
+_PROOF_SIZES = ((32, 48), (48, 32))
+
 
 class ImageShapeError(ValueError):
     """An image that no tower can take; `message` says why."""
@@ -109,8 +112,8 @@ class VisionHalf:
     ) -> Self:
         """Load tower and projector only; the language half never touches memory.
 
-        Encodes two small images of different shape before returning, so a checkpoint whose
-        processor and tower disagree is refused here and not by the first caller.
+        Takes two small images of different shape through processor and tower before returning,
+        so a checkpoint whose two disagree is refused here and not by the first caller.
 
         Raises:
             CheckpointError: the directory is incomplete, damaged or of a family that is not served.
@@ -197,8 +200,11 @@ class VisionHalf:
 
     def _prove(self, checkpoint: Checkpoint) -> None:
         try:
-            for size in ((32, 48), (48, 32)):
-                self.encode([self.preprocess(PIL.Image.new("RGB", size))])
+            wide, tall = (self.preprocess(PIL.Image.new("RGB", size)) for size in _PROOF_SIZES)
+            self.encode([wide])
+            # Where every picture becomes one size the second forward would be the first again.
+            if _shapes(tall) != _shapes(wide):
+                self.encode([tall])
         except Exception as error:
             raise CheckpointError(
                 f"{checkpoint.directory}: the image processor's output does not fit the vision "

@@ -1,6 +1,6 @@
 """The embedded engine: one thread that schedules, runs and publishes."""
 
-import functools
+import contextlib
 import math
 import threading
 import time
@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from chiasm.telemetry import logger
-from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.block_pool import BlockPool
+from llm_service.engine.pricing import StepLimits
 from llm_service.engine.refusals import (
     EngineBusy,
     EngineStopped,
@@ -36,7 +36,7 @@ from llm_service.engine.values import (
     Event,
     Failed,
     FailureReason,
-    FinishReason,
+    Finished,
     ImageSpan,
     Prompt,
     Publish,
@@ -111,6 +111,9 @@ class EmbeddedEngine:
     engine's. A request ends with exactly one Finished for each choice or, in all, one Failed.
     Blocks are free before their end is told.
 
+    What raises over one request ends it alone. What belongs to none of them, as the scheduler's
+    arithmetic or a model that computes nothing, ends all, and `on_fatal` is called once.
+
     Of several choices the first computes the prompt. The others join when it has its first token
     and find the prompt's full blocks there.
 
@@ -139,7 +142,7 @@ class EmbeddedEngine:
             raise ModelBroken("the decoder's first logits are not finite")
         self._scheduler = Scheduler(
             self._pool, settings.step_token_budget, settings.max_running,
-            beside=_prompts_beside(self._runner, settings.decode_stretch),
+            limits=_limits(self._runner, settings.decode_stretch),
         )  # fmt: skip
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._token_bytes = TokenBytes(detokenizer_tokenizer)
@@ -264,16 +267,17 @@ class EmbeddedEngine:
             self._orders.put(_Submitted(key, request, sequences))
         return Ticket(key, request.request_id)
 
-    # From here on: the engine's thread.
+    # From here on: the engine's thread. BaseException is caught there, because a panic in a
+    # library's Rust code is no Exception, and neither signals nor exits reach this thread.
 
     def _live(self) -> None:
         reason: FailureReason = "SHUTTING_DOWN"
         try:
             self._serve()
-        except Exception:
+        except BaseException:
             reason = "INTERNAL"
-            _log_failure("the engine has failed and serves no more")
             self._healthy = False
+            _log_failure("the engine has failed and serves no more")
         with self._gate:
             self._open = False
         self._end_all(reason)
@@ -300,7 +304,7 @@ class EmbeddedEngine:
         match order:
             case _Submitted(key):
                 self._register(order)
-                self._schedule(key)
+                self._begin(key)
             case _Cancelled(key) if key in self._requests:
                 self._totals.cancelled += 1
                 self._fail(self._requests[key], "CANCELLED")
@@ -316,33 +320,39 @@ class EmbeddedEngine:
         self._sequences |= keyed
         order.request.open |= keyed.keys()
 
-    def _schedule(self, key: int) -> None:
-        sequence = self._sequences[key]
-        longest = sequence.request.longest
-        self._scheduler.add(key, len(sequence.token_ids), longest, self._block_keys(sequence))
+    def _begin(self, key: int) -> None:
+        try:
+            self._schedule(key)
+        except BaseException:
+            self._log_failed(key)
+            self._fail(self._requests[key], "INTERNAL")
 
-    def _block_keys(self, sequence: Sequence) -> BlockKeys | None:
-        if not self._settings.prefix_cache:
-            return None
-        prompt = sequence.request.prompt
-        return BlockKeys(sequence.token_ids, prompt.images, prompt.salt, self._settings.block_size)
+    def _schedule(self, key: int) -> None:
+        sequence, settings = self._sequences[key], self._settings
+        keys = sequence.block_keys(settings.block_size) if settings.prefix_cache else None
+        self._scheduler.add(key, len(sequence.token_ids), sequence.request.longest, keys)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        for request in [one for one in self._requests.values() if one.overdue(now)]:
-            self._fail(request, "DEADLINE")
+        for request, reason in [(one, _ends_now(one, now)) for one in self._requests.values()]:
+            if reason is not None:
+                self._fail(request, reason)
 
     def _run(self, step: Step) -> dict[int, Sampled | None]:
         """The sampled token of each sampling sequence; None where a sequence failed."""
-        for chunk in step.chunks:
-            self._sequences[chunk.key].start()
         try:
-            return self._sampled(step)
-        except Exception:
+            tokens = self._sampled(step)
+        except BaseException:
             _log_failure("a step failed; its sequences are run one by one")
-            return self._run_apart(step)
+            tokens = self._run_apart(step)
+        # Whoever failed had nobody beside it to prove the model sound.
+        if tokens and not any(tokens.values()) and not self._probe():
+            raise ModelBroken
+        return tokens
 
     def _sampled(self, step: Step) -> dict[int, Sampled | None]:
+        for chunk in step.chunks:
+            self._sequences[chunk.key].start()
         predictions = self._runner.run(step, self._sequences)
         tokens: dict[int, Sampled | None] = dict.fromkeys(predictions.keys)
         draws = self._draws(predictions.keys, predictions.whole)
@@ -361,22 +371,20 @@ class EmbeddedEngine:
             if whole:
                 try:
                     draws[row] = self._sequences[key].draw()
-                except Exception:
+                except BaseException:
                     self._log_failed(key)
         return draws
 
     def _run_apart(self, step: Step) -> dict[int, Sampled | None]:
         tokens: dict[int, Sampled | None] = {}
-        failed: list[int] = []
         for part in step.apart():
             try:
                 tokens |= self._sampled(part)
-            except Exception:
-                failed.append(part.chunks[0].key)
-                self._log_failed(failed[-1])
-        if len(failed) == len(step.chunks) and not self._probe():
-            raise ModelBroken
-        return tokens | dict.fromkeys(failed)
+            except BaseException:
+                key = part.chunks[0].key
+                tokens[key] = None
+                self._log_failed(key)
+        return tokens
 
     def _log_failed(self, key: int) -> None:
         _log_failure("a sequence failed", request_id=self._sequences[key].request.request_id)
@@ -384,7 +392,7 @@ class EmbeddedEngine:
     def _probe(self) -> bool:
         try:
             return self._runner.probe()
-        except Exception:
+        except BaseException:
             _log_failure("the decoder fails on a known token")
             return False
 
@@ -403,24 +411,29 @@ class EmbeddedEngine:
         )
 
     def _advance(self, key: int, sampled: Sampled | None) -> None:
-        sequence = self._sequences[key]
+        request = self._sequences[key].request
         taken = None if sampled is None else self._taken(key, sampled)
         if taken is None:
-            self._fail(sequence.request, "INTERNAL")
+            self._fail(request, "INTERNAL")
             return
         self._totals.tokens_generated += 1
-        if sequence.choice == 0 and sequence.generated == 1:
-            self._schedule_others(key)
-        delta, reason = taken
-        if reason is not None:
-            self._finish(key, delta, reason)
-        elif not _told(sequence.request, delta):
-            self._drop(sequence.request)
+        delta, finished = taken
+        if finished is not None:
+            self._finish(key, delta, finished)
+        elif not _told(request, delta):
+            self._fail(request, "INTERNAL")
 
-    def _taken(self, key: int, sampled: Sampled) -> tuple[Delta, FinishReason | None] | None:
+    def _taken(self, key: int, sampled: Sampled) -> tuple[Delta, Finished | None] | None:
+        """What the token lets out, and the choice's end if it was the last; None: it failed."""
+        sequence = self._sequences[key]
         try:
-            return self._sequences[key].take(sampled)
-        except Exception:
+            delta, reason = sequence.take(sampled)
+            if sequence.choice == 0 and sequence.generated == 1:
+                self._schedule_others(key)
+            if reason is None:
+                return delta, None
+            return delta, sequence.finished(reason, self._scheduler.cached(key))
+        except BaseException:
             self._log_failed(key)
             return None
 
@@ -428,29 +441,23 @@ class EmbeddedEngine:
         for key in sorted(self._sequences[first].request.open - {first}):
             self._schedule(key)
 
-    def _finish(self, key: int, delta: Delta, reason: FinishReason) -> None:
+    def _finish(self, key: int, delta: Delta, finished: Finished) -> None:
         """Ends one choice, its blocks free before its end is told."""
-        sequence = self._sequences[key]
-        finished = sequence.finished(reason, self._scheduler.cached(key))
+        request = self._sequences[key].request
         self._free(key)
-        request = sequence.request
         if not (_told(request, delta) and _told(request, finished)):
-            self._drop(request)
+            self._fail(request, "INTERNAL")
         elif not request.open:
             self._forget(request)
 
     def _fail(self, request: Request, reason: FailureReason) -> None:
         """Ends a request with all its choices."""
+        self._forget(request)
         try:
-            self._drop(request, spoiled=reason == "INTERNAL")
+            for key in sorted(request.open):
+                self._free(key, spoiled=reason == "INTERNAL")
         finally:
             _told(request, Failed(reason))
-
-    def _drop(self, request: Request, *, spoiled: bool = False) -> None:
-        """Ends a request without a word."""
-        self._forget(request)
-        for key in sorted(request.open):
-            self._free(key, spoiled=spoiled)
 
     def _forget(self, request: Request) -> None:
         self._requests = {key: one for key, one in self._requests.items() if one is not request}
@@ -469,21 +476,31 @@ class EmbeddedEngine:
         for request in list(self._requests.values()):
             try:
                 self._fail(request, reason)
-            except Exception:
+            except BaseException:
                 # Nobody may be left waiting, whatever broke.
                 _log_failure("blocks could not be freed")
 
 
 def _log_failure(message: str, request_id: str | None = None) -> None:
-    # As text: a rendering with local variables would print prompts, and takes seconds over tensors.
-    logger().error(message, request_id=request_id, traceback=traceback.format_exc())
+    # A log that nobody takes any more must not leave waiters untold.
+    with contextlib.suppress(Exception):
+        # As text: a rendering with local variables prints prompts, and takes seconds over tensors.
+        logger().error(message, request_id=request_id, traceback=traceback.format_exc())
+
+
+def _ends_now(request: Request, now: float) -> FailureReason | None:
+    try:
+        return "DEADLINE" if request.overdue(now) else None
+    except BaseException:
+        _log_failure("a sequence failed", request_id=request.request_id)
+        return "INTERNAL"
 
 
 def _told(request: Request, event: Event) -> bool:
-    """Publishes; False where the listener is gone, which is no other request's concern."""
+    """Publishes; False where the listener fails, which is no other request's concern."""
     try:
         request.publish(event)
-    except Exception:
+    except BaseException:
         _log_failure("a listener failed", request_id=request.request_id)
         return False
     return True
@@ -497,11 +514,9 @@ def _drained(orders: "SimpleQueue[_Order]") -> Iterator[_Order]:
             return
 
 
-def _prompts_beside(runner: Runner, stretch: float) -> Callable[[int], int] | None:
+def _limits(runner: Runner, stretch: float) -> StepLimits | None:
     prices = runner.prices() if stretch else None
-    if prices is None:
-        return None
-    return functools.partial(prices.prompt_tokens_beside, stretch=stretch)
+    return None if prices is None else StepLimits(prices, stretch)
 
 
 def _block_count(decoder: DecoderParts, settings: EngineSettings) -> int:

@@ -29,9 +29,42 @@ class StepPrices:
     def seconds(self, tokens: int) -> float:
         return self.fixed + tokens * self.each
 
-    def prompt_tokens_beside(self, answers: int, stretch: float) -> int:
-        """Prompt tokens with which a step of `answers` takes at most `stretch` times as long.
+    def prompt_tokens_within(self, answers: int, seconds: float) -> int:
+        """Prompt tokens with which a step of `answers` takes at most so long; at least 1: prompts
+        go on, whatever the price."""
+        return max(int((seconds - self.seconds(answers)) / self.each), 1)
 
-        At least 1: prompts go on, whatever the price.
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Keeps prompts from stretching answers: no answer's steps take more than `stretch` times the
+    steps that it began with.
+
+    An answer that began while prompts went in, as all do under a load of pictures, began slowly.
+    Beside such, prompts get more, and more answers come to share a step. Beside one that began in
+    calm they get less, so that its reader does not see it falter.
+    """
+
+    prices: StepPrices
+    stretch: float
+
+    def pace(self, answers: int, prompt_tokens: int) -> float:
+        """Seconds a token that such a step stands for, to an answer that begins with it.
+
+        At most `stretch` times what answers alone take: slow beginnings do not add up.
         """
-        return max(int((stretch - 1) * self.seconds(answers) / self.each), 1)
+        alone = self.prices.seconds(answers)
+        return min(self.prices.seconds(answers + prompt_tokens), self.stretch * alone)
+
+    def prompt_tokens_beside(self, answers: int, pace: float | None) -> int:
+        """Prompt tokens for a step of `answers`, the swiftest of which began at `pace`.
+
+        Args:
+            pace: seconds a token; None where all are about to begin.
+        """
+        alone = self.prices.seconds(answers)
+        if pace is None:
+            return self.prices.prompt_tokens_within(answers, self.stretch * alone)
+        # Many answers may alone take longer than a few did: then at least half of the stretch.
+        least = (1 + (self.stretch - 1) / 2) * alone
+        return self.prices.prompt_tokens_within(answers, max(self.stretch * pace, least))

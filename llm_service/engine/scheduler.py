@@ -14,7 +14,7 @@ is decoding. What a sequence may rely on:
   sequence is preempted at most once for each older one, so fewer than `max_running` times; in any
   case, each time is paid for by a block that an older one grew by.
 - An answer that has its blocks gets a token in every step, and prompts get what the budget leaves
-  or, where answers run, what `beside` allows, so that the answers' steps stay short.
+  or, where answers run, what `limits` allow, so that the answers' steps stay short.
   The oldest of them gets at least half of that, and that is at least one token: no more than
   `max_running` sequences share a step, whatever waits, and the budget is at least that. As one
   token is poor progress beside many answers, let the budget be several times `max_running`.
@@ -27,11 +27,16 @@ last token. Of two that come in the same step each computes its own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.block_pool import BlockPool
+from llm_service.engine.pricing import StepLimits
+
+# Tokens of an answer over which its pace is taken.
+_PACED_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class _Entry:
     Attributes:
         keyed: blocks at its beginning that were found or registered.
         cached: tokens found when it was first admitted; None before.
+        pace: mean seconds a token that the steps of its first tokens stood for.
+        paced: how many such there were yet.
     """
 
     key: int
@@ -86,6 +93,8 @@ class _Entry:
     computed: int = 0
     keyed: int = 0
     cached: int | None = None
+    pace: float = 0.0
+    paced: int = 0
     blocks: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
 
@@ -117,15 +126,14 @@ class Scheduler:
         step_token_budget: int,
         max_running: int,
         *,
-        beside: Callable[[int], int] | None = None,
+        limits: StepLimits | None = None,
     ) -> None:
         """Args:
-        beside: how many prompt tokens may share a step with so many answers, at least 1; None
-            leaves it to the budget.
+        limits: on the prompt tokens that share a step with answers; None leaves it to the budget.
         """
         self._pool = pool
         self._budget = step_token_budget
-        self._beside = beside
+        self._limits = limits
         self._max_running = max_running
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[_Entry] = deque()
@@ -172,11 +180,23 @@ class Scheduler:
 
     def commit(self, step: Step) -> None:
         """Takes note that `step` was computed and each sampling sequence grew by a token."""
+        self._take_pace(step)
         for chunk in step.chunks:
             entry = self._entries[chunk.key]
             entry.computed += chunk.length
             entry.length += chunk.samples
             self._register(entry)
+
+    def _take_pace(self, step: Step) -> None:
+        if self._limits is None:
+            return
+        answering = [self._entries[chunk.key] for chunk in step.chunks]
+        answering = [entry for entry in answering if entry.decoding]
+        now = self._limits.pace(len(answering), step.token_count - len(answering))
+        for entry in answering:
+            if entry.paced < _PACED_TOKENS:
+                entry.paced += 1
+                entry.pace += (now - entry.pace) / entry.paced
 
     def remove(self, key: int, *, spoiled: bool = False) -> None:
         """Forgets a sequence and frees its blocks, wherever it stands; unknown keys are fine.
@@ -250,10 +270,7 @@ class Scheduler:
     def _shares(self) -> dict[int, int]:
         """How many tokens of each unfinished prompt the step computes."""
         prompts = [entry for entry in self._running if not entry.decoding]
-        answers = len(self._running) - len(prompts)
-        left = self._budget - answers
-        if answers and self._beside is not None:
-            left = min(left, self._beside(answers))
+        left = self._prompt_tokens(len(self._running) - len(prompts))
         shares: dict[int, int] = {}
         ahead = left // 2
         for entry in prompts[1:]:
@@ -266,6 +283,14 @@ class Scheduler:
                 shares[entry.key] = min(entry.remaining, left)
                 left -= shares[entry.key]
         return shares
+
+    def _prompt_tokens(self, answers: int) -> int:
+        """How many tokens of prompts may share a step with so many answers."""
+        left = self._budget - answers
+        if not answers or self._limits is None:
+            return left
+        paces = [entry.pace for entry in self._running if entry.decoding and entry.paced]
+        return min(left, self._limits.prompt_tokens_beside(answers, min(paces, default=None)))
 
     def _reserve(self, entry: _Entry, tokens: int) -> bool:
         missing = self._pool.blocks_for(tokens) - len(entry.blocks)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.penalties import bias_of, seen_of
 from llm_service.engine.sampler import Draw, Sampled
 from llm_service.engine.text import StopFilter, text_stream
@@ -76,6 +77,27 @@ class _Clock:
         self.first_token = self.first_token or self.last_token
 
 
+class KeysFailed(Exception):
+    """The keys of a sequence's blocks could not be made."""
+
+
+class _Keys(BlockKeys):
+    """Keys that raise nothing into the scheduler, which serves all sequences at once.
+
+    Where they cannot be made, the blocks are shared with nobody, and `failure` says why.
+    """
+
+    failure: BaseException | None = None
+
+    def key(self, index: int) -> bytes | None:
+        """As of any BlockKeys, but None where it fails."""
+        try:
+            return super().key(index)
+        except BaseException as failure:  # of Rust's panics too, as in the engine
+            self.failure = failure
+            return None
+
+
 class NothingAllowed(Exception):
     """A constraint leaves no token to come: a bug of it."""
 
@@ -104,10 +126,17 @@ class Sequence:
         self._seen = seen_of(request.sampling, _text_ids(request.prompt))
         self._bias = bias_of(request.sampling)
         self._clock = _Clock()
+        self._keys: _Keys | None = None
 
     @property
     def generated(self) -> int:
         return len(self.token_ids) - self._prompt_tokens
+
+    def block_keys(self, block_size: int) -> BlockKeys:
+        """Keys of its blocks, for the scheduler; once they have failed `take` raises."""
+        prompt = self.request.prompt
+        self._keys = _Keys(self.token_ids, prompt.images, prompt.salt, block_size)
+        return self._keys
 
     def start(self) -> None:
         """A step works on it; only the first counts."""
@@ -130,6 +159,8 @@ class Sequence:
 
     def take(self, sampled: Sampled) -> tuple[Delta, FinishReason | None]:
         """Appends a sampled token; tells what that lets out, and the reason if it was the last."""
+        if self._keys is not None and self._keys.failure is not None:
+            raise KeysFailed from self._keys.failure
         self._clock.tick()
         token_id = sampled.token_id
         self.token_ids.append(token_id)

@@ -215,8 +215,8 @@ class EngineSettings:
         kv_bytes: memory for keys and values.
         step_token_budget: most tokens a step computes, so the longest that a running answer waits
             for another's prompt; at least `max_running`.
-        decode_stretch: how many times as long a step may take for the sake of prompts while
-            answers run, above 1; 0 sets no limit but the budget.
+        decode_stretch: how many times as long as the steps that an answer began with a step may
+            take for the sake of prompts, above 1; 0 sets no limit but the budget.
         max_running: most sequences in one step.
         max_waiting: most submitted sequences that wait for a place.
         block_size: tokens a block of keys and values holds.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.block_pool import ZERO_BLOCK, BlockPool
+from llm_service.engine.pricing import StepLimits, StepPrices
 from llm_service.engine.scheduler import Chunk, Scheduler, Step
 
 
@@ -302,17 +303,28 @@ def _fitting(image: tuple[int, int, bytes] | None, length: int) -> tuple[_Image,
     return (_Image(*image),) if image and image[0] + image[1] <= length else ()
 
 
+_prices = st.builds(StepPrices, st.floats(0, 20), st.floats(0.01, 2))
+
+
 class _Model:
     """Runs a scheduler over a memory that holds histories in place of keys and values.
 
     Every sequence must read exactly its own history, whoever wrote it.
     """
 
-    def __init__(self, pool: BlockPool, budget: int, max_running: int, cache: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        budget: int,
+        max_running: int,
+        cache: bool,
+        limits: StepLimits | None,
+    ) -> None:
         self.pool = pool
         self.budget = budget
         self.cache = cache
-        self.scheduler = Scheduler(pool, budget, max_running)
+        self.limits = limits
+        self.scheduler = Scheduler(pool, budget, max_running, limits=limits)
         self.truths: dict[int, _Truth] = {}
         self.memory: dict[int, int] = {}
         self.last_tokens: list[int] = []
@@ -355,12 +367,13 @@ class _Model:
         assert step.token_count <= self.budget
         names = [chunk.key for chunk in step.chunks]
         assert names == sorted(set(names))
-        # The oldest always goes on, and by at least half of what the answers leave.
+        # The oldest always goes on; where nothing else limits it, by half of what answers leave.
         assert names[:1] == sorted(self.truths)[:1]
         for chunk in step.chunks[:1]:
             answers = sum(other.length == 1 for other in step.chunks[1:])
             rest = len(self.truths[chunk.key].tokens) - chunk.start
-            assert chunk.length >= min(rest, (self.budget - answers) // 2)
+            share = 1 if self.limits else (self.budget - answers) // 2
+            assert chunk.length >= min(rest, share)
         for chunk in step.chunks:
             assert chunk.samples == (chunk.end == len(self.truths[chunk.key].tokens))
             assert chunk.end <= len(chunk.blocks) * self.pool.block_size
@@ -398,6 +411,7 @@ class _Model:
     max_running=st.integers(1, 4),
     spare_budget=st.integers(0, 9),
     cache=st.sampled_from([True, True, True, False]),
+    limits=st.none() | st.builds(StepLimits, _prices, st.floats(1.01, 9)),
 )
 def test_all_end_read_their_own_history_and_leave_no_block(
     arrivals: list[_Arrival],
@@ -406,10 +420,11 @@ def test_all_end_read_their_own_history_and_leave_no_block(
     max_running: int,
     spare_budget: int,
     cache: bool,
+    limits: StepLimits | None,
 ) -> None:
     longest = max(arrival.prompt + arrival.answer for arrival in arrivals)
     pool = BlockPool(1 + -(-longest // block_size) + spare_blocks, block_size)
-    model = _Model(pool, max_running + spare_budget, max_running, cache)
+    model = _Model(pool, max_running + spare_budget, max_running, cache, limits)
     arrivals.sort(key=lambda arrival: arrival.step)
     work = 10 * longest * len(arrivals)
     while model.now < 13 or model.truths:
@@ -456,14 +471,39 @@ def test_none_loses_its_blocks_more_often_than_there_are_older_ones(
     assert scheduler.preempted_total <= sum(min(key, max_running - 1) for key in range(len(sizes)))
 
 
+# Every token costs the same: answers of n may have n tokens of prompts beside them.
+EVEN = StepLimits(StepPrices(fixed=0, each=1), stretch=2)
+
+
 def test_beside_answers_a_prompt_takes_no_more_than_it_may_and_alone_the_whole_budget() -> None:
-    scheduler = Scheduler(BlockPool(99, 4), step_token_budget=64, max_running=8, beside=lambda n: n)
+    pool = BlockPool(99, 4)
+    scheduler = Scheduler(pool, step_token_budget=64, max_running=8, limits=EVEN)
     scheduler.add(1, length=100, longest=110)
-    first = scheduler.plan()
-    assert [chunk.length for chunk in first.chunks] == [64]
-    scheduler.commit(first)
-    scheduler.commit(scheduler.plan())
+    assert _next(scheduler) == [(1, 0, 64, False)]
+    assert _next(scheduler) == [(1, 64, 36, True)]
     scheduler.add(2, length=30, longest=40)
     scheduler.add(3, length=3, longest=9)
-    second = scheduler.plan()
-    assert [(chunk.key, chunk.length) for chunk in second.chunks] == [(1, 1), (2, 1)]
+    assert _next(scheduler) == [(1, 100, 1, True), (2, 0, 1, False)]
+
+
+def test_prompts_beside_an_answer_that_began_in_calm_never_get_more() -> None:
+    pool = BlockPool(99, 4)
+    scheduler = Scheduler(pool, step_token_budget=64, max_running=8, limits=EVEN)
+    scheduler.add(1, length=4, longest=90)
+    for _ in range(17):  # the prompt, and all the tokens by which the pace is taken
+        _next(scheduler)
+    scheduler.add(2, length=40, longest=90)
+    for number in range(30):
+        assert _next(scheduler) == [(1, 20 + number, 1, True), (2, number, 1, False)]
+
+
+def test_prompts_beside_answers_that_began_among_prompts_get_twice_as_much() -> None:
+    pool = BlockPool(99, 4)
+    scheduler = Scheduler(pool, step_token_budget=64, max_running=8, limits=EVEN)
+    scheduler.add(1, length=4, longest=90)
+    scheduler.add(2, length=200, longest=220)
+    assert _next(scheduler) == [(1, 0, 4, True), (2, 0, 60, False)]
+    # Where nothing is known of its pace, as beside one in calm; then by what it got.
+    assert _next(scheduler) == [(1, 4, 1, True), (2, 60, 1, False)]
+    assert _next(scheduler) == [(1, 5, 1, True), (2, 61, 3, False)]
+    assert _next(scheduler) == [(1, 6, 1, True), (2, 64, 3, False)]
