@@ -59,7 +59,7 @@ class LlmSettings(Settings):
         512, ge=1, description="Most tokens a step computes; bounds how long a stream waits."
     )
     decode_stretch: float = Field(
-        2.0,
+        1.5,
         ge=0,
         description="How many times as long as at its beginning an answer may wait for a token "
         "because new prompts are computed beside it, above 1. Higher: pictures are answered "

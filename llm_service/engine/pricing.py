@@ -7,10 +7,12 @@ for as long as many steps.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 # Below a nanosecond a token, time was not measured but rounded.
 _LEAST_SECONDS = 1e-9
+# An answer's beginning counts as slow by this at most, in times what answers alone take.
+_SLOWEST_BEGINNING: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class StepLimits:
     def pace(self, answers: int, prompt_tokens: int) -> float:
         """Seconds a token that such a step stands for, to an answer that begins with it.
 
-        At most `stretch` times what answers alone take: slow beginnings do not add up.
+        Bounded by what answers alone take: slow beginnings do not add up.
         """
-        alone = self.prices.seconds(answers)
-        return min(self.prices.seconds(answers + prompt_tokens), self.stretch * alone)
+        slowest = _SLOWEST_BEGINNING * self.prices.seconds(answers)
+        return min(self.prices.seconds(answers + prompt_tokens), slowest)
 
     def prompt_tokens_beside(self, answers: int, pace: float | None) -> int:
         """Prompt tokens for a step of `answers`, the swiftest of which began at `pace`.

@@ -226,7 +226,7 @@ class EngineSettings:
 
     kv_bytes: int = 512 * 1024 * 1024
     step_token_budget: int = 512
-    decode_stretch: float = 2.0
+    decode_stretch: float = 1.5
     max_running: int = 64
     max_waiting: int = 1024
     block_size: int = 16

@@ -497,7 +497,7 @@ def test_prompts_beside_an_answer_that_began_in_calm_never_get_more() -> None:
         assert _next(scheduler) == [(1, 20 + number, 1, True), (2, number, 1, False)]
 
 
-def test_prompts_beside_answers_that_began_among_prompts_get_twice_as_much() -> None:
+def test_prompts_beside_answers_that_began_among_prompts_get_more() -> None:
     pool = BlockPool(99, 4)
     scheduler = Scheduler(pool, step_token_budget=64, max_running=8, limits=EVEN)
     scheduler.add(1, length=4, longest=90)
@@ -506,4 +506,5 @@ def test_prompts_beside_answers_that_began_among_prompts_get_twice_as_much() -> 
     # Where nothing is known of its pace, as beside one in calm; then by what it got.
     assert _next(scheduler) == [(1, 4, 1, True), (2, 60, 1, False)]
     assert _next(scheduler) == [(1, 5, 1, True), (2, 61, 3, False)]
-    assert _next(scheduler) == [(1, 6, 1, True), (2, 64, 3, False)]
+    # The pace is the mean of steps worth 2, and 3 of 4.
+    assert _next(scheduler) == [(1, 6, 1, True), (2, 64, 4, False)]
