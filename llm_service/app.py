@@ -47,6 +47,7 @@ from llm_service.vision.pool import EncoderPool
 from llm_service.vision.source import NoVision, VisionSource
 
 _PROOF_SECONDS = 60.0
+_WATCHED_PER_LIMIT = 4
 
 
 @dataclass(frozen=True)
@@ -204,10 +205,20 @@ def _engine(
     )
     registry.register(EngineCollector(engine.stats))
     engine.start()
+    watching = loop.create_task(_watch(engine, settings.step_limit_seconds))
     try:
         yield engine, broken
     finally:
+        watching.cancel()
         engine.stop()
+
+
+async def _watch(engine: EmbeddedEngine, limit: float) -> None:
+    """Gives the engine up once a step takes longer than `limit` seconds: it hangs."""
+    while engine.step_seconds <= limit:  # noqa: ASYNC110 - a thread that hangs sets no event
+        await asyncio.sleep(limit / _WATCHED_PER_LIMIT)
+    telemetry.logger().error("a step does not end; the engine is given up", seconds=limit)
+    engine.abandon()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, broken: asyncio.Event) -> None:

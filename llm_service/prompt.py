@@ -48,6 +48,17 @@ class PromptBuilder:
         self._with_special = _frozen_copy(self._tokenizer, special_as_text=False)
         self._as_text = _frozen_copy(self._tokenizer, special_as_text=True)
         self._takes_parts = self._renders_parts()
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()))
+
+    def least_tokens(self, conversation: Conversation) -> int:
+        """A bound from below on the prompt's tokens that costs nothing to find.
+
+        Every token stands for so many characters at most; a text of gigabytes need not be tokenized
+        to tell that it is too long.
+        """
+        texts = (part for turn in conversation.turns for part in turn.parts)
+        characters = sum(len(part.text) for part in texts if isinstance(part, Text))
+        return characters // self._longest_token + len(conversation.pictures)
 
     def render_ids(self, conversation: Conversation) -> list[int]:
         """Token ids with one placeholder a picture.

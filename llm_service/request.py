@@ -23,6 +23,9 @@ _ROLES: dict[int, RoleName] = {
     llm_service_pb2.ROLE_TOOL: "tool",
 }
 MAX_MESSAGES = 4096
+# Of all messages together; adjacent texts can always be joined.
+MAX_PARTS = 16_384
+MAX_STOP_TOKEN_IDS = 1024
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_CHOICES = 128
@@ -107,6 +110,11 @@ def read_conversation(
         raise _invalid("messages", f"At most {MAX_MESSAGES} messages, but {len(messages)} came.")
     if len(tenant) > _TENANT_LIMIT:
         raise _invalid("tenant", f"A tenant has at most {_TENANT_LIMIT} characters.")
+    part_count = sum(len(message.parts) for message in messages)
+    if part_count > MAX_PARTS:
+        raise _invalid(
+            "messages", f"All messages have at most {MAX_PARTS} parts, but {part_count} came."
+        )
     _check_count(messages, max_images)
     turns = tuple(_read_turn(number, message, buffers) for number, message in enumerate(messages))
     return Conversation(turns, tenant)
@@ -297,6 +305,8 @@ def _check_range(name: str, value: float, least: float, most: float) -> None:
 def _check_seed_and_counts(wanted: llm_service_pb2.SamplingParameters) -> None:
     if wanted.HasField("max_token_count") and wanted.max_token_count < 1:
         raise _invalid("max_token_count", "max_token_count must be at least 1.")
+    if len(wanted.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop token ids are taken.")
     if wanted.min_token_count < 0:
         raise _invalid("min_token_count", "min_token_count must be at least 0.")
 

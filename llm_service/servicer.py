@@ -210,12 +210,14 @@ class LlmServicer:
         )
 
     async def _laid_out(self, conversation: Conversation) -> tuple[Layout, list[Measured]]:
+        check_text(self._prompts.least_tokens(conversation), self._engine.context_length)
         loop = asyncio.get_running_loop()
         measuring = asyncio.ensure_future(self._pictures.measure(conversation.pictures))
         rendering = loop.run_in_executor(self._workers, self._prompts.render_ids, conversation)
         measured, token_ids = await asyncio.gather(measuring, rendering)
         counts = [one.placeholder_count for one in measured]
-        return self._prompts.expand(token_ids, counts), measured
+        expanding = loop.run_in_executor(self._workers, self._prompts.expand, token_ids, counts)
+        return await expanding, measured
 
     async def _constrained(
         self,
@@ -280,6 +282,17 @@ class LlmServicer:
         if not clock.first_token:
             clock.first_token = time.monotonic()
             self._metrics.first_token_seconds.observe(clock.first_token - clock.arrived)
+
+
+def check_text(least_tokens: int, context_length: int) -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED for messages that cannot fit, before they are tokenized."""
+    if least_tokens > context_length:
+        raise ChiasmError(
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+            f"The model's context holds {context_length} tokens, but the messages have more than "
+            f"{least_tokens}. Shorten the messages.",
+            "messages",
+        )
 
 
 def check_length(layout: Layout, max_token_count: int, context_length: int) -> None:

@@ -98,6 +98,12 @@ class LlmSettings(Settings):
         gt=0,
         description="Longest that a request may take; a caller's deadline may be shorter.",
     )
+    step_limit_seconds: float = Field(
+        300,
+        gt=0,
+        description="Longest that one step of the engine may take; then it counts as hung, all "
+        "requests fail and the service exits with 1.",
+    )
     drain_seconds: float = Field(
         2, ge=0, description="Seconds of serving on after SIGTERM, so that callers notice."
     )

@@ -86,6 +86,10 @@ class ServerSettings:
     connection_age_seconds: float
 
 
+# That running calls have, once what they wait for has failed, to tell it.
+_LAST_WORDS_SECONDS = 1.0
+
+
 class CallMetrics:
     """Counts and times of calls, in one process's registry."""
 
@@ -153,6 +157,11 @@ class Server:
         await self.unready()
         await asyncio.sleep(self._settings.drain_seconds)
         await self._server.stop(self._settings.grace_seconds)
+
+    async def fail(self) -> None:
+        """Says NOT_SERVING and lets running calls tell what failed them, but no more than that."""
+        await self.unready()
+        await self._server.stop(_LAST_WORDS_SECONDS)
 
     async def abort(self) -> None:
         """Stops at once; running calls are cancelled."""
@@ -274,8 +283,7 @@ async def serve(server: Server, broken: asyncio.Event | None = None) -> int:
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
         stopped.cancel()
-        await server.unready()
-        await server.abort()
+        await server.fail()
         return 1
     failed.cancel()
     telemetry.logger().info("draining", cause=stopped.result())

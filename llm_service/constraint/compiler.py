@@ -2,9 +2,12 @@
 
 import asyncio
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
 
 from llguidance import LLMatcher
 
@@ -19,6 +22,11 @@ from llm_service.constraint.requested import Requested, read_constraint
 # Twice what the trial has, so that what it survived is survived here.
 _STACK: Final = 64 << 20
 _QUOTED: Final = 200
+# A form that was given up is not tried again for so long: each trial holds up all new forms.
+_GIVEN_UP_SECONDS: Final = 300.0
+# New forms that wait for their turn, each for up to `ConstraintLimits.compile_seconds`.
+_MOST_WAITING: Final = 16
+_RETRY_SECONDS: Final = 3.0
 # Findings that speak of the library's own matters, and what they mean to the caller.
 _PLAIN: Final = {
     "oneOf constraints": "oneOf is not supported where two of its schemas may match at once; write "
@@ -35,6 +43,7 @@ _TOO_COMPLEX: Final = (
 )
 _UNSUPPORTED: Final = ("unimplemented", "not supported", "unknown format", "only supported")
 _Outcome = LLMatcher | ChiasmError
+_Kept = TypeVar("_Kept")
 
 
 class Compiler:
@@ -52,6 +61,8 @@ class Compiler:
         self._worker = _worker_with_stack(_STACK)
         self._turn = asyncio.Lock()
         self._kept: OrderedDict[bytes, _Outcome] = OrderedDict()
+        self._given_up: OrderedDict[bytes, float] = OrderedDict()  # until when, by monotonic()
+        self._waiting = 0
 
     async def compile(
         self, message: llm_service_pb2.OutputConstraint, *, ignore_eos: bool = False
@@ -62,7 +73,7 @@ class Compiler:
             ignore_eos: the answer goes on for as long as the grammar lets it.
 
         Raises:
-            ChiasmError: REQUEST_INVALID or UNSUPPORTED with the field at fault.
+            ChiasmError: REQUEST_INVALID or UNSUPPORTED with the field at fault, or QUEUE_FULL.
         """
         requested = read_constraint(message, self._limits)
         vocabulary = self._vocabulary
@@ -70,7 +81,7 @@ class Compiler:
             raise ChiasmError(
                 Reason.UNSUPPORTED, "This model's tokenizer serves no constraints.", "constraint"
             )
-        outcome = self._found(requested.digest) or await self._compile(requested, vocabulary)
+        outcome = self._found(requested) or await self._compile(requested, vocabulary)
         if isinstance(outcome, ChiasmError):
             raise ChiasmError(outcome.reason, outcome.message, requested.field)
         return GrammarConstraint(outcome.deep_copy(), vocabulary, ignore_eos=ignore_eos)
@@ -79,37 +90,58 @@ class Compiler:
         await self._trial.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _found(self, digest: bytes) -> _Outcome | None:
+    def _found(self, requested: Requested) -> _Outcome | None:
+        digest = requested.digest
         outcome = self._kept.get(digest)
         if outcome is not None:
             self._kept.move_to_end(digest)
+        elif self._given_up.get(digest, 0.0) > time.monotonic():
+            return _too_complex(requested)
         return outcome
 
     async def _compile(self, requested: Requested, vocabulary: Vocabulary) -> _Outcome:
-        async with self._turn:
+        async with self._queued(), self._turn:
             # Another request may have asked for the same meanwhile.
-            outcome = self._found(requested.digest)
+            outcome = self._found(requested)
             if outcome is None:
                 outcome = await self._tried(requested, vocabulary)
-                self._keep(requested.digest, outcome)
+                _keep(self._kept, requested.digest, outcome, self._limits.kept)
         return outcome
 
-    def _keep(self, digest: bytes, outcome: _Outcome) -> None:
-        self._kept[digest] = outcome
-        if len(self._kept) > self._limits.kept:
-            self._kept.popitem(last=False)
+    @asynccontextmanager
+    async def _queued(self) -> AsyncIterator[None]:
+        if self._waiting >= _MOST_WAITING:
+            raise ChiasmError(
+                Reason.QUEUE_FULL,
+                "Too many new forms wait to be compiled; forms used before are served at once.",
+                "constraint",
+                retry_after=_RETRY_SECONDS,
+            )
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def _tried(self, requested: Requested, vocabulary: Vocabulary) -> _Outcome:
         try:
             fault = await self._trial.fault_of(requested.grammar)
         except TrialFailed:
             telemetry.logger().warning("a constraint was given up", field=requested.field)
-            # Not kept: it may have been the machine's fault.
+            # For a while only: it may have been the machine's fault.
+            until = time.monotonic() + _GIVEN_UP_SECONDS
+            _keep(self._given_up, requested.digest, until, self._limits.kept)
             raise _too_complex(requested) from None
         if fault:
             return _told(fault, requested)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, compiled, requested, vocabulary)
+
+
+def _keep(kept: "OrderedDict[bytes, _Kept]", digest: bytes, outcome: _Kept, count: int) -> None:
+    kept[digest] = outcome
+    if len(kept) > count:
+        kept.popitem(last=False)
 
 
 def compiled(requested: Requested, vocabulary: Vocabulary) -> _Outcome:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -94,6 +94,8 @@ class _Stopped:
 
 
 _Order = _Submitted | _Cancelled | _Stopped
+# For a thread that has failed to end, before it is left behind.
+_LAST_SECONDS: Final = 1.0
 
 
 @dataclass
@@ -154,6 +156,7 @@ class EmbeddedEngine:
         self._open = True
         self._held = 0
         self._healthy = True
+        self._step_begun: float | None = None  # by time.monotonic()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
 
     @property
@@ -166,18 +169,37 @@ class EmbeddedEngine:
         """Tokens of prompt and answer together, at most: the model's limit or the pool's."""
         return min(self._decoder.context_length, self._scheduler.capacity)
 
+    @property
+    def step_seconds(self) -> float:
+        """How long the step in hand takes already; 0 between steps. For any thread."""
+        begun = self._step_begun
+        return 0.0 if begun is None else time.monotonic() - begun
+
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Fails what remains with SHUTTING_DOWN and joins the thread."""
+        """Fails what remains with SHUTTING_DOWN and joins the thread, unless it was abandoned."""
         with self._gate:
             self._open = False
             self._orders.put(_Stopped())
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(None if self._healthy else _LAST_SECONDS)
         elif not self._thread.is_alive():
             self._end_all("SHUTTING_DOWN")
+
+    def abandon(self) -> None:
+        """From another thread: gives up an engine whose step never ends. All waiters are told.
+
+        Its thread stays where it hangs and its memory with it: the process must end.
+        """
+        with self._gate:
+            self._open = False
+        self._healthy = False
+        waiting = [one.request for one in _drained(self._orders) if isinstance(one, _Submitted)]
+        for request in {id(one): one for one in (*self._requests.values(), *waiting)}.values():
+            _told(request, Failed("INTERNAL"))
+        self._on_fatal()
 
     def submit(
         self,
@@ -278,6 +300,7 @@ class EmbeddedEngine:
             reason = "INTERNAL"
             self._healthy = False
             _log_failure("the engine has failed and serves no more")
+        self._step_begun = None
         with self._gate:
             self._open = False
         self._end_all(reason)
@@ -286,10 +309,12 @@ class EmbeddedEngine:
 
     def _serve(self) -> None:
         while self._take_orders():
+            self._step_begun = time.monotonic()
             self._end_overdue()
             step = self._scheduler.plan()
             if step.chunks:
                 self._publish(step, self._run(step))
+            self._step_begun = None
 
     def _take_orders(self) -> bool:
         """Applies what came in, waiting only where there is nothing to do; False: stop."""

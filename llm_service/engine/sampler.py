@@ -144,10 +144,19 @@ def _allowed(draw: Draw) -> torch.Tensor:
 
 
 def _forbid(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    free = [(row, draw) for row, draw in enumerate(draws) if draw.allowed is None]
+    vocabulary = logits.shape[-1]
+    free = [
+        (row, draw)
+        for row, draw in enumerate(draws)
+        if draw.allowed is None and _leaves_something(draw.forbidden, vocabulary)
+    ]
     rows = [row for row, draw in free for _ in draw.forbidden]
     if rows:
         logits[rows, [token for _, draw in free for token in draw.forbidden]] = float("-inf")
+
+
+def _leaves_something(forbidden: Sequence[int], vocabulary: int) -> bool:
+    return len(forbidden) < vocabulary or len(set(forbidden)) < vocabulary
 
 
 def _draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:

@@ -26,7 +26,7 @@ class TextStream(Protocol):
 
 def text_stream(tokenizer: TokenDecoder, token_bytes: TokenBytes) -> TextStream:
     """The cheapest stream that is exact for this tokenizer."""
-    return ByteStream(token_bytes) if token_bytes.plain else WindowStream(tokenizer)
+    return ByteStream(token_bytes) if token_bytes.plain else WindowStream(tokenizer, token_bytes)
 
 
 class ByteStream:
@@ -55,14 +55,18 @@ class WindowStream:
     window starts at the token that last completed some text.
     """
 
-    def __init__(self, tokenizer: TokenDecoder) -> None:
+    def __init__(self, tokenizer: TokenDecoder, token_bytes: TokenBytes) -> None:
         self._tokenizer = tokenizer
+        self._bytes = token_bytes
         self._window: list[int] = []
         self._given = 0  # tokens of the window whose text is given out in full
         self._given_text = ""
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain; "" while a character is incomplete."""
+        # Decoding leaves these out before it looks at what stands beside what.
+        if self._bytes.is_special(token_id):
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(_BROKEN):
@@ -148,7 +152,14 @@ def _first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def _longest_beginning(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins a stop text."""
-    return max(
-        (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
-        default=0,
-    )
+    return max(_beginning(text, stop) for stop in stops)
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` and is not all of it."""
+    place = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while place >= 0:
+        if stop.startswith(text[place:]):
+            return len(text) - place
+        place = text.find(stop[0], place + 1)
+    return 0

@@ -103,6 +103,7 @@ async def test_what_is_out_of_range_is_refused_by_name(serve: Serve) -> None:
         assert await field(Sampling(choices=129)) == "sampling.choice_count"
         assert await field(Sampling(choices=5)) == "sampling.choice_count"
         assert await field(Sampling(top_logprobs=21)) == "sampling.top_logprob_count"
+        assert await field(Sampling(stop_token_ids=(5,) * 1025)) == "sampling.stop_token_ids"
         assert (await client.generate([user("hello")], SHORT)).text
 
 

@@ -20,6 +20,7 @@ from chiasm.models.wire import identity_to_wire
 from chiasm.tensors import Array
 from chiasm.torch_tensors import from_torch
 from chiasm.v1 import encoder_service_pb2, image_pb2, llm_service_pb2
+from llm_service.prompt import PromptBuilder
 from tests.llm_service.conftest import Serve
 
 LONG = Sampling(temperature=0, max_tokens=300, ignore_eos=True)
@@ -247,12 +248,35 @@ async def test_limits_are_refused_by_name(serve: Serve, pictures: list[bytes]) -
         hot = await told([user("hello")], Sampling(temperature=2.5))
         role = await told([Message(llm_service_pb2.ROLE_UNSPECIFIED, ("x",))])
         empty = await told([])
+        crumbs = await told([user(*[""] * 16_385)])
+    assert crumbs.field == "messages"
     assert (many.reason, "3" in many.message) == (Reason.TOO_MANY_IMAGES, True)
     assert long.reason is too_much.reason is Reason.CONTEXT_LENGTH_EXCEEDED
     assert other.reason is Reason.MODEL_NOT_FOUND
     assert (hot.reason, hot.field) == (Reason.REQUEST_INVALID, "sampling.temperature")
     assert role.field == "messages[0].role"
     assert empty.field == "messages"
+
+
+async def test_a_text_far_beyond_the_context_is_not_even_tokenized(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[str] = []
+    tokenize = PromptBuilder._tokenize
+
+    def noted(builder: PromptBuilder, rendered: str, spelled: Any) -> Any:
+        tokenized.append(rendered)
+        return tokenize(builder, rendered, spelled)
+
+    async with serve() as (_, client):
+        monkeypatch.setattr(PromptBuilder, "_tokenize", noted)
+        assert (await client.generate([user("hello")], SHORT)).text
+        for texts in (["word " * 4_000_000], ["w" * 8192] * 2000):
+            with pytest.raises(ChiasmError) as caught:
+                await client.generate([user(*texts)], SHORT)
+            assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+            assert caught.value.field == "messages"
+    assert len(tokenized) == 1
 
 
 async def test_a_full_service_refuses_with_a_retry_hint(serve: Serve) -> None:

@@ -237,6 +237,31 @@ async def test_a_caller_who_leaves_spoils_nobody_elses_answer(
     write(await compiler.compile(forms.choice("left", "right")), "right", tokenizer)
 
 
+async def test_a_form_that_was_given_up_costs_its_time_once(compiler: Compiler) -> None:
+    bomb = forms.grammar(terminals_in_terminals("w"))
+    told = await asyncio.gather(*(refusal(compiler, bomb) for _ in range(12)))
+    began = time.monotonic()
+    told.append(await refusal(compiler, bomb))
+    assert time.monotonic() - began < LIMITS.compile_seconds / 2
+    assert {one.message for one in told} == {told[0].message}
+    assert told[0].reason is Reason.REQUEST_INVALID
+
+
+async def test_new_forms_beyond_the_queue_are_refused_with_a_hint(compiler: Compiler) -> None:
+    known = forms.regex("[0-9]{4}")
+    await compiler.compile(known)
+    bombs = [forms.grammar(terminals_in_terminals(f"q{number}")) for number in range(16)]
+    waiting = [asyncio.create_task(compiler.compile(bomb)) for bomb in bombs]
+    await asyncio.sleep(0)
+    told = await refusal(compiler, forms.regex("[0-9]{5}"))
+    assert (told.reason, told.retry_after) == (Reason.QUEUE_FULL, 3.0)
+    await compiler.compile(known)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await compiler.compile(forms.regex("[0-9]{5}"))
+
+
 async def test_equal_constraints_compile_once_and_share_no_state(
     compiler: Compiler, tokenizer: Tokenizer
 ) -> None:

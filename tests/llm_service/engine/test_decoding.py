@@ -439,3 +439,15 @@ def _assert_idle(system: Running) -> None:
     while (stats := system.engine.stats()).running + stats.waiting + stats.blocks_used:
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_every_token_would_end_the_answer_it_ends(temperature: float) -> None:
+    sampling = SamplingParams(
+        temperature=temperature, top_p=0.9, min_tokens=4, max_tokens=9,
+        stop_token_ids=tuple(range(VOCABULARY)),
+    )  # fmt: skip
+    with running(random_llama()) as system:
+        answer = system.answer(random_prompt(3, 20), sampling)
+        assert answer.finished.reason == "stop"
+        assert len(answer.token_ids) == 1

@@ -17,7 +17,10 @@ from tests.llm_service.engine.rig import EOS, ids_of, tokenizer
 BYTES = tokenizer()
 TOKEN_BYTES = TokenBytes(BYTES)
 # Both are exact for a tokenizer of bytes.
-STREAMS = {"bytes": lambda: ByteStream(TOKEN_BYTES), "window": lambda: WindowStream(BYTES)}
+STREAMS = {
+    "bytes": lambda: ByteStream(TOKEN_BYTES),
+    "window": lambda: WindowStream(BYTES, TOKEN_BYTES),
+}
 both = pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS.keys())
 Stream = Callable[[], TextStream]
 
@@ -88,7 +91,7 @@ def sentencepiece_like() -> TokenDecoder:
 )
 def test_spaces_and_byte_fallback_join_to_the_whole_decoding(tokens: list[int]) -> None:
     words = sentencepiece_like()
-    pieces = _pieces(lambda: WindowStream(words), tokens)
+    pieces = _pieces(lambda: WindowStream(words, TokenBytes(words)), tokens)
     assert "".join(pieces) == words.decode(tokens, skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -131,3 +134,36 @@ def test_how_text_is_cut_into_tokens_does_not_matter(stops: list[str], pieces: l
     assert (shown, stopped) == _shown(tuple(stops), letters)
     assert stopped or shown == "".join(pieces)
     assert not any(stop in shown for stop in stops)
+
+
+@both
+def test_tokens_that_are_no_text_do_not_pile_up(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = stream()
+    decoded = [0]
+    if isinstance(opened, WindowStream):
+        decode = opened._decode
+
+        def noted(token_ids: list[int]) -> str:
+            decoded.append(len(token_ids))
+            return decode(token_ids)
+
+        monkeypatch.setattr(opened, "_decode", noted)
+    pieces = [opened.push(token) for token in [*ids_of("So"), *[EOS] * 500, *ids_of(" be it")]]
+    assert "".join((*pieces, opened.close())) == "So be it"
+    assert max(decoded) < 20
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@given(text=st.text("ab", max_size=12), stops=STOPS)
+def test_what_is_held_back_is_the_longest_end_that_may_become_a_stop(
+    text: str, stops: list[str]
+) -> None:
+    shown, stopped = StopFilter(stops).push(text)
+    if not stopped:
+        ends = [text[len(text) - size :] for size in range(len(text) + 1)]
+        begins = [end for end in ends if any(stop.startswith(end) for stop in stops)]
+        assert text == shown + max(begins, key=len)
