@@ -59,14 +59,13 @@ def agreements(
 ) -> Iterator[Agreement]:
     """What each kind of layers does, where this machine and this model have it."""
     torch.set_num_threads(threads)
+    settings = LlmSettings(model=model, dtype=dtype, torch_threads=threads, vision="none")
+    half = LanguageHalf.load(
+        model, model_id=settings.served_name, dtype=torch_tensors.dtype_of(dtype)
+    )
+    size = settings.engine.block_size
+    blocks = count * -(-(context + new_tokens) // size) + 1
     for layers, native in _LAYERS.items():
-        settings = LlmSettings(model=model, dtype=dtype, torch_threads=threads, vision="none")
-        # Anew for each, for the native layers may lay the weights out in their own way.
-        half = LanguageHalf.load(
-            model, model_id=settings.served_name, dtype=torch_tensors.dtype_of(dtype)
-        )
-        size = settings.engine.block_size
-        blocks = count * -(-(context + new_tokens) // size) + 1
         runner = Runner(decoder_parts(settings, half), blocks, size, native=native)
         if runner.native is native:
             own = _Answers(runner, blocks, settings)

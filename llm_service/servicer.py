@@ -289,7 +289,7 @@ def check_text(least_tokens: int, context_length: int) -> None:
     if least_tokens > context_length:
         raise ChiasmError(
             Reason.CONTEXT_LENGTH_EXCEEDED,
-            f"The model's context holds {context_length} tokens, but the messages have more than "
+            f"The model's context holds {context_length} tokens, but the messages have at least "
             f"{least_tokens}. Shorten the messages.",
             "messages",
         )

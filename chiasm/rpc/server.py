@@ -160,6 +160,7 @@ class Server:
 
     async def fail(self) -> None:
         """Says NOT_SERVING and lets running calls tell what failed them, but no more than that."""
+        self.draining = True
         await self.unready()
         await self._server.stop(_LAST_WORDS_SECONDS)
 
