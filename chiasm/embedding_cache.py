@@ -6,11 +6,11 @@ The encoder and the LLM service each keep their own; both name entries by `embed
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Generic, TypeVar
 
+from chiasm.models.contract import PixelOptions
 from chiasm.models.identity import EncoderIdentity
-from chiasm.v1 import image_pb2
 
 V = TypeVar("V")
 
@@ -18,25 +18,8 @@ V = TypeVar("V")
 ENTRY_BYTES = 2048
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a caller chose that may change the pixels. `detail` is the wire's number."""
-
-    detail: int
-    min_pixels: int | None
-    max_pixels: int | None
-
-    @classmethod
-    def of(cls, message: image_pb2.ImageOptions) -> "Options":
-        return cls(
-            detail=message.detail or image_pb2.IMAGE_DETAIL_AUTO,
-            min_pixels=message.min_pixels if message.HasField("min_pixels") else None,
-            max_pixels=message.max_pixels if message.HasField("max_pixels") else None,
-        )
-
-
 def embedding_key(
-    tenant: str, identity: EncoderIdentity, digest: bytes, byte_count: int, options: Options
+    tenant: str, identity: EncoderIdentity, digest: bytes, byte_count: int, options: PixelOptions
 ) -> bytes:
     """32 bytes that differ if the picture, its size, its owner, the encoder or an option differs.
 

@@ -18,6 +18,7 @@ from chiasm import telemetry, torch_tensors
 from chiasm.embedding_cache import EmbeddingCache
 from chiasm.errors import ChiasmError
 from chiasm.models.checkpoint import CheckpointError, open_checkpoint
+from chiasm.models.contract import DEFAULT_OPTIONS
 from chiasm.models.vision import ImageFeatures, VisionHalf
 from chiasm.rpc.server import Server, serve
 from chiasm.settings import shown
@@ -160,7 +161,7 @@ async def _prove(batcher: Batcher) -> None:
     interest = Interest()
     interest.join(None)
     try:
-        await batcher.submit(memoryview(file.getvalue()), "start", interest).result
+        await batcher.submit(memoryview(file.getvalue()), DEFAULT_OPTIONS, "start", interest).result
     except ChiasmError as error:
         raise CheckpointError(
             f"the vision tower cannot encode a picture: {error.message}"

@@ -19,6 +19,7 @@ from typing import Literal
 from chiasm import telemetry
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
 from chiasm.images import ImageLimits
+from chiasm.models.contract import PixelOptions
 from chiasm.models.vision import ImageFeatures, PixelInputs
 from encoder_service.metrics import EncoderMetrics
 from encoder_service.settings import BatcherSettings
@@ -78,6 +79,7 @@ class Item:
     """A picture in the queue, with its reply channel and those who wait for it."""
 
     data: memoryview
+    options: PixelOptions
     request_id: str
     interest: Interest
     result: "asyncio.Future[Encoded]"
@@ -163,7 +165,9 @@ class Batcher:
         # Set when a loop ended by a bug: the process cannot serve any more.
         self.broken = asyncio.Event()
 
-    def submit(self, data: memoryview, request_id: str, interest: Interest) -> Item:
+    def submit(
+        self, data: memoryview, options: PixelOptions, request_id: str, interest: Interest
+    ) -> Item:
         """Queues a picture; its `result` gives Encoded or raises ChiasmError.
 
         Raises QUEUE_FULL with the time after which there may be room, or NOT_READY after the end.
@@ -172,7 +176,7 @@ class Batcher:
             raise ChiasmError(Reason.NOT_READY, _STOPPING)
         result: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         patches = max(1, round(self._mean_patches))
-        item = Item(data, request_id, interest, result, patches, time.monotonic())
+        item = Item(data, options, request_id, interest, result, patches, time.monotonic())
         self._admit(item)
         self._unanswered.add(item)
         result.add_done_callback(lambda done: self._answered(item, done))
@@ -252,7 +256,7 @@ class Batcher:
         item.ahead = "forward"
         try:
             pixels = await asyncio.get_running_loop().run_in_executor(
-                self._decoders, prepare, self._tower, self._limits, item.data
+                self._decoders, prepare, self._tower, self._limits, item.data, item.options
             )
         except Exception as error:
             self._fail(item, error)

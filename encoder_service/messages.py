@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 from chiasm import tensors, torch_tensors
-from chiasm.embedding_cache import Options
 from chiasm.errors import ChiasmError, Reason
 from chiasm.images import FORMATS, ImageLimits
-from chiasm.models.contract import ImageContract
+from chiasm.models.contract import ContractError, ImageContract, PixelOptions
 from chiasm.models.identity import EncoderIdentity
 from chiasm.models.vision import ImageFeatures
-from chiasm.models.wire import identity_from_wire, identity_to_wire
+from chiasm.models.wire import identity_from_wire, identity_to_wire, options_from_wire
 from chiasm.rpc import limits
 from chiasm.tensors import Array
 from chiasm.v1 import encoder_service_pb2 as pb
@@ -26,7 +25,6 @@ _SOURCES = {
     Source.SHARED: pb.ENCODE_SOURCE_SHARED,
     Source.CACHE: pb.ENCODE_SOURCE_CACHE,
 }
-_DETAILS = frozenset(image_pb2.ImageDetail.values())
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Picture:
     """What a caller asks to encode."""
 
     data: memoryview
-    options: Options
+    options: PixelOptions
     tenant: str
 
 
@@ -65,24 +63,12 @@ def read_picture(request: Wired[Request], most_bytes: int) -> Picture:
     return Picture(data, _read_options(message.image.options), message.tenant)
 
 
-def _read_options(options: image_pb2.ImageOptions) -> Options:
-    if options.detail not in _DETAILS:
-        raise ChiasmError(
-            Reason.REQUEST_INVALID,
-            f"Unknown detail {options.detail}; use AUTO, LOW, HIGH or ORIGINAL.",
-            "image.options.detail",
-        )
-    for name, given in (
-        ("min_pixels", options.HasField("min_pixels")),
-        ("max_pixels", options.HasField("max_pixels")),
-    ):
-        if given:
-            raise ChiasmError(
-                Reason.IMAGE_INVALID,
-                f"This model scales every image to one size and has no {name}; leave it out.",
-                f"image.options.{name}",
-            )
-    return Options.of(options)
+def _read_options(options: image_pb2.ImageOptions) -> PixelOptions:
+    try:
+        return options_from_wire(options)
+    except ContractError as error:
+        text = f"{error.message[0].upper()}{error.message[1:]}."
+        raise ChiasmError(Reason.REQUEST_INVALID, text, "image.options.detail") from error
 
 
 def check_expected(request: Request, identity: EncoderIdentity) -> None:

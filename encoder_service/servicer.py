@@ -140,7 +140,9 @@ class EncoderServicer:
             picture.data.nbytes,
             picture.options,
         )
-        return await ready.flights.obtain(key, picture.data, call.request_id, call.deadline)
+        return await ready.flights.obtain(
+            key, picture.data, picture.options, call.request_id, call.deadline
+        )
 
     def _ready(self) -> Loaded:
         if self._loaded is None:

@@ -10,6 +10,7 @@ from enum import Enum
 
 from chiasm.embedding_cache import EmbeddingCache
 from chiasm.errors import ChiasmError, Reason
+from chiasm.models.contract import PixelOptions
 from chiasm.models.vision import ImageFeatures
 from chiasm.rpc.context import seconds_left
 from encoder_service.batcher import Batcher, Encoded, Interest, Item, StageTimes
@@ -45,9 +46,14 @@ class SingleFlight:
         self._flying: dict[bytes, Item] = {}
 
     async def obtain(
-        self, key: bytes, data: memoryview, request_id: str, deadline: float | None
+        self,
+        key: bytes,
+        data: memoryview,
+        options: PixelOptions,
+        request_id: str,
+        deadline: float | None,
     ) -> Obtained:
-        """The features of the picture `data`, whose key is `key`.
+        """The features of the picture `data` under `options`, whose key is `key`.
 
         Raises ChiasmError: what is wrong with the picture, QUEUE_FULL, or DEADLINE.
         """
@@ -57,13 +63,15 @@ class SingleFlight:
             return Obtained(kept, StageTimes(), Source.CACHE)
         item, source = self._flying.get(key), Source.SHARED
         if item is None or _failed(item):
-            item, source = self._take_off(key, data, request_id), Source.COMPUTED
+            item, source = self._take_off(key, data, options, request_id), Source.COMPUTED
         self._count(source)
         encoded = await self._landing(item, deadline)
         return Obtained(encoded.features, encoded.times, source)
 
-    def _take_off(self, key: bytes, data: memoryview, request_id: str) -> Item:
-        item = self._batcher.submit(data, request_id, Interest())
+    def _take_off(
+        self, key: bytes, data: memoryview, options: PixelOptions, request_id: str
+    ) -> Item:
+        item = self._batcher.submit(data, options, request_id, Interest())
         self._flying[key] = item
         item.result.add_done_callback(lambda done: self._landed(key, item, done))
         return item

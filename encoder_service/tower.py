@@ -8,7 +8,7 @@ import torch
 
 from chiasm.errors import ChiasmError, Reason
 from chiasm.images import ImageError, ImageLimits, decode_image
-from chiasm.models.contract import ImageContract
+from chiasm.models.contract import ImageContract, PixelOptions
 from chiasm.models.vision import ImageFeatures, ImageShapeError, PixelInputs
 
 IMAGE_DATA = "image.data"
@@ -25,7 +25,7 @@ class Tower(Protocol):
         """What the model says about its embeddings."""
         ...
 
-    def preprocess(self, image: PIL.Image.Image) -> PixelInputs:
+    def preprocess(self, image: PIL.Image.Image, options: PixelOptions) -> PixelInputs:
         """One upright RGB image for the tower; called from many threads at once."""
         ...
 
@@ -34,13 +34,18 @@ class Tower(Protocol):
         ...
 
 
-def prepare(tower: Tower, limits: ImageLimits, data: memoryview) -> PixelInputs:
+def prepare(
+    tower: Tower, limits: ImageLimits, data: memoryview, options: PixelOptions
+) -> PixelInputs:
     """Picture file -> what the tower takes. Raises ChiasmError for whatever is wrong with it."""
     try:
-        return tower.preprocess(decode_image(data, limits))
+        return tower.preprocess(decode_image(data, limits), options)
     except ImageError as error:
         raise refusal(Reason(error.reason), error.message, error.code) from error
     except ImageShapeError as error:
+        if error.option is not None:
+            field = f"image.options.{error.option}"
+            raise ChiasmError(Reason.IMAGE_INVALID, _sentence(error.message), field) from error
         raise refusal(Reason.IMAGE_INVALID, error.message, "image_parse_error") from error
 
 
@@ -58,6 +63,10 @@ def forward(tower: Tower, batch: Sequence[PixelInputs], bit_exact: bool) -> list
 def refusal(reason: Reason, message: str, code: str) -> ChiasmError:
     """A picture that is not served; `code` is OpenAI's name of the fault, for the gateway."""
     return ChiasmError(reason, message, IMAGE_DATA, metadata={"code": code})
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _finite(features: ImageFeatures) -> Outcome:

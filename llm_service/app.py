@@ -238,6 +238,9 @@ def decoder_parts(settings: LlmSettings, model: LanguageHalf) -> DecoderParts:
         context_length=model.context_length,
         dtype=torch_tensors.dtype_of(settings.dtype),
         device=settings.device,
+        position_axes=1 if model.positions_kind == "flat" else 3,
+        level_count=model.contract.level_count,
+        stateful=model.model if model.layers == "stateful" else None,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from chiasm import tensors, torch_tensors
 from chiasm.errors import ChiasmError, Reason, within
-from chiasm.models.contract import ContractError, Grid, ImageContract
+from chiasm.models.contract import ContractError, Grid, ImageContract, ImageForm
 from chiasm.models.identity import EncoderIdentity
 from chiasm.models.wire import identity_from_wire
 from chiasm.v1 import image_pb2, tensor_pb2
@@ -26,19 +26,21 @@ class Rows:
 
     Attributes:
         rows: `[row_count, width]`, in the type that they came in, read-only.
-        placeholder_count: prompt tokens that they fill.
+        form: what stands for them in a prompt.
+        levels: extra levels of the families that have them, each shaped as `rows`.
         identity_checked: whether they came with the identity of the right encoder.
         digest: names the rows by content and encoder; empty until `named`.
     """
 
     rows: torch.Tensor
-    placeholder_count: int
+    form: ImageForm
     identity_checked: bool
+    levels: tuple[torch.Tensor, ...] = ()
     digest: bytes = b""
 
     @property
     def byte_count(self) -> int:
-        return self.rows.nbytes
+        return self.rows.nbytes + sum(level.nbytes for level in self.levels)
 
     def named(self, identity: EncoderIdentity) -> Self:
         """The same with its digest. Reads every byte: milliseconds, so not on the event loop.
@@ -46,9 +48,11 @@ class Rows:
         Args:
             identity: of the model's own encoder, whose features these are or pass for.
         """
-        form = f"{self.rows.dtype}{tuple(self.rows.shape)}{identity}".encode()
+        kinds = [f"{part.dtype}{tuple(part.shape)}" for part in (self.rows, *self.levels)]
+        form = f"{kinds}{self.form}{identity}".encode()
         digest = hashlib.sha256(len(form).to_bytes(8, "little") + form)
-        digest.update(self.rows.cpu().contiguous().view(torch.uint8).numpy().data)
+        for part in (self.rows, *self.levels):
+            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
         return replace(self, digest=digest.digest())
 
 
@@ -62,10 +66,14 @@ def check_embedding(embedding: CallerEmbedding, contract: ImageContract) -> Rows
     _check_levels(message, contract.level_count)
     with within("features"):
         rows = _read_rows(message.features, embedding.features, contract.width)
-    placeholders = _check_rows(message, rows.shape[0], contract)
+    form = _check_rows(message, rows.shape[0], contract)
     with within("features"):
         check_finite(rows)
-    return Rows(rows, placeholders, identity_checked)
+    levels = tuple(
+        _read_level(number, level, data, rows)
+        for number, (level, data) in enumerate(zip(message.levels, embedding.levels, strict=True))
+    )
+    return Rows(rows, form, identity_checked, levels)
 
 
 def _check_identity(message: image_pb2.ImageEmbedding, expected: EncoderIdentity) -> bool:
@@ -109,23 +117,39 @@ def _read_rows(tensor: tensor_pb2.Tensor, data: memoryview, width: int) -> torch
     return torch_tensors.to_torch(array).reshape(prod(shape[:-1]), width)
 
 
-def _check_rows(message: image_pb2.ImageEmbedding, row_count: int, contract: ImageContract) -> int:
+def _read_level(
+    number: int, tensor: tensor_pb2.Tensor, data: memoryview, rows: torch.Tensor
+) -> torch.Tensor:
+    with within(f"levels[{number}]"):
+        level = _read_rows(tensor, data, rows.shape[1])
+        if len(level) != len(rows):
+            raise _invalid(
+                f"Every level has {len(rows)} rows, as the features, but {len(level)} came.",
+                "shape",
+            )
+        check_finite(level)
+        return level
+
+
+def _check_rows(
+    message: image_pb2.ImageEmbedding, row_count: int, contract: ImageContract
+) -> ImageForm:
     if message.row_count not in {0, row_count}:
         raise _invalid(
             f"row_count says {message.row_count}, but the features have {row_count} rows.",
             "row_count",
         )
     try:
-        placeholders = contract.check_rows(row_count, _grid(message), _size(message))
+        form = contract.of_rows(row_count, _grid(message), _size(message))
     except ContractError as error:
         raise _invalid(error.message[0].upper() + error.message[1:] + ".", "features") from error
-    if message.placeholder_count not in {0, placeholders}:
+    if message.placeholder_count not in {0, row_count}:
         raise _invalid(
             f"placeholder_count says {message.placeholder_count}, but such features fill "
-            f"{placeholders}.",
+            f"{row_count}.",
             "placeholder_count",
         )
-    return placeholders
+    return form
 
 
 def _grid(message: image_pb2.ImageEmbedding) -> Grid | None:

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from chiasm.errors import ChiasmError, Reason, within
 from chiasm.images import ImageError, ImageLimits, image_size
-from chiasm.models.contract import ImageContract
-from chiasm.v1 import image_pb2, llm_service_pb2
+from chiasm.models.contract import (
+    ContractError,
+    ImageContract,
+    ImageForm,
+    PixelOptions,
+    Size,
+)
+from chiasm.v1 import llm_service_pb2
 from llm_service.embeddings import Rows, check_embedding
 from llm_service.request import CallerEmbedding, Picture, RawImage
 from llm_service.vision.local import image_fault
@@ -20,15 +26,14 @@ _SOURCES = {
     "remote": _S.IMAGE_SOURCE_REMOTE,
     "local": _S.IMAGE_SOURCE_LOCAL,
 }
-_KNOWN_DETAILS = frozenset(image_pb2.ImageDetail.values())
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A picture before encoding: the prompt tokens it takes; rows if the caller sent them."""
+    """A picture before encoding: what stands for it; rows if the caller sent them."""
 
     picture: Picture
-    placeholder_count: int
+    form: ImageForm
     rows: Rows | None
 
 
@@ -50,7 +55,7 @@ class Ready:
             part_index=self.picture.part_index,
             source=self.source,
             encoder_name=self.encoder_name,
-            placeholder_count=self.rows.placeholder_count,
+            placeholder_count=self.rows.form.row_count,
             identity_checked=self.rows.identity_checked,
             encoder_cache_hit=self.encoder_cache_hit,
         )
@@ -98,22 +103,29 @@ class PictureReader:
                 if isinstance(picture.content, CallerEmbedding):
                     rows = check_embedding(picture.content, self._contract)
                     rows = rows.named(self._contract.expected_identity)
-                    measured.append(Measured(picture, rows.placeholder_count, rows))
+                    measured.append(Measured(picture, rows.form, rows))
                     continue
                 height, width = self._size(picture.content)
-                count = self._contract.placeholder_count(height, width)
+                form = self._form((height, width), picture.content.options)
             pixels += height * width
             self._check_pixels(pixels, picture)
-            measured.append(Measured(picture, count, None))
+            measured.append(Measured(picture, form, None))
         return measured
 
     def _size(self, image: RawImage) -> tuple[int, int]:
-        check_options(image.options)
         try:
             width, height = image_size(image.data, self._limits)
         except ImageError as error:
             raise image_fault(error) from error
         return height, width
+
+    def _form(self, size: Size, options: PixelOptions) -> ImageForm:
+        try:
+            return self._contract.of_size(size, options)
+        except ContractError as error:
+            field = "data" if error.option is None else f"options.{error.option}"
+            text = f"{error.message[0].upper()}{error.message[1:]}."
+            raise ChiasmError(Reason.IMAGE_INVALID, text, field) from error
 
     def _check_pixels(self, pixels: int, picture: Picture) -> None:
         if pixels > self._max_request_pixels:
@@ -131,22 +143,18 @@ class PictureReader:
             return Ready(picture, measured.rows, _S.IMAGE_SOURCE_CALLER)
         assert isinstance(content, RawImage)
         with within(picture.place):
-            return _ready(picture, await self._vision.encode(content, asked))
+            return _ready(picture, _same(await self._vision.encode(content, asked), measured.form))
 
 
-def check_options(options: image_pb2.ImageOptions) -> None:
-    """Raises IMAGE_INVALID for an option that the family does not have, or an unknown detail."""
-    if options.detail not in _KNOWN_DETAILS:
+def _same(fetched: Fetched, form: ImageForm) -> Fetched:
+    """Raises INTERNAL for rows that do not take the room which the prompt gave them."""
+    if fetched.rows.form != form:
         raise ChiasmError(
-            Reason.IMAGE_INVALID, "The detail is low, high, auto or original.", "options.detail"
+            Reason.INTERNAL,
+            f"An encoder gave {fetched.rows.form.row_count} rows, the prompt has room for "
+            f"{form.row_count}.",
         )
-    for name in ("min_pixels", "max_pixels"):
-        if options.HasField(name):
-            raise ChiasmError(
-                Reason.IMAGE_INVALID,
-                "Pictures of this model have one fixed size; leave the option out.",
-                f"options.{name}",
-            )
+    return fetched
 
 
 def _ready(picture: Picture, fetched: Fetched) -> Ready:

@@ -14,21 +14,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
+import torch
 
 from chiasm.errors import ChiasmError, Reason
+from chiasm.models.contract import ImageForm, Mark
 from chiasm.models.language import LanguageHalf
 from llm_service.request import Conversation, Picture, Text, Turn
 
 _PROBE = "chiasm probe text"
+_NO_RUN = (0, 0, 0)
 
 
 @dataclass(frozen=True)
+class Run:
+    """Image tokens `start` to `start + length` of a prompt.
+
+    They stand for as many rows of picture `picture`, from row `first_row` on.
+    """
+
+    picture: int
+    first_row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """A tokenized prompt. `starts[i]` is where the placeholders of picture `i` begin."""
+    """A tokenized prompt.
+
+    Attributes:
+        runs: where image tokens stand, in order.
+        positions: int64 `[3, tokens]`, or None where every token stands at its index.
+        position_delta: what a generated token stands off its index, on all axes.
+    """
 
     token_ids: tuple[int, ...]
-    starts: tuple[int, ...]
+    runs: tuple[Run, ...]
     image_token_count: int
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
 
     @property
     def text_token_count(self) -> int:
@@ -41,7 +65,8 @@ class PromptBuilder:
     def __init__(self, model: LanguageHalf) -> None:
         self._tokenizer: Any = model.tokenizer
         self._template = model.chat_template
-        self._image_token_id = model.image_token_id
+        self._model = model
+        self._marker = re.compile(re.escape(model.marker))
         self._special = _special_pattern(self._tokenizer)
         # transformers switches the treatment of special tokens on the one tokenizer it holds, so
         # that threads would change it under each other: two that never change.
@@ -60,16 +85,43 @@ class PromptBuilder:
         characters = sum(len(part.text) for part in texts if isinstance(part, Text))
         return characters // self._longest_token + len(conversation.pictures)
 
-    def render_ids(self, conversation: Conversation) -> list[int]:
-        """Token ids with one placeholder a picture.
+    def render(self, conversation: Conversation) -> "Rendered":
+        """The conversation's text with a marker for each picture.
 
         Raises REQUEST_INVALID if the template refuses the order of roles or drops a picture.
         """
         spelled = _StandIns(self._special)
         messages = [self._message(turn, spelled) for turn in conversation.turns]
-        token_ids = list(self._tokenize(self._render(messages), spelled))
-        self._check_placeholders(token_ids, conversation.pictures)
-        return token_ids
+        between = self._marker.split(self._render(messages))
+        self._check_markers(len(between) - 1, conversation.pictures)
+        return Rendered(tuple(between), spelled)
+
+    def lay_out(self, rendered: "Rendered", forms: Sequence[ImageForm]) -> Layout:
+        """The prompt with what stands for each picture in place of its marker.
+
+        As transformers' processors do it, that text is put in before anything is tokenized. A run
+        of image tokens is tokenized as one and then repeated, which gives the same.
+        """
+        text, lengths = _with_forms(rendered.between, forms, self._model.image_token)
+        token_ids: list[int] = []
+        runs: list[Run] = []
+        waiting = iter(lengths)
+        for token_id in self._tokenize(text, rendered.spelled):
+            if token_id == self._model.image_token_id:
+                picture, first_row, length = next(waiting, _NO_RUN)
+                runs.append(Run(picture, first_row, len(token_ids), length))
+                token_ids.extend([token_id] * length)
+            else:
+                token_ids.append(token_id)
+        if [run.length for run in runs] != [length for _, _, length in lengths]:
+            # Only with a tokenizer whose image token is no special one.
+            raise ChiasmError(
+                Reason.REQUEST_INVALID, "A text spells the model's image token.", "messages"
+            )
+        grids = [form.grid_thw for form in forms if form.grid_thw is not None]
+        placed, delta = self._model.positions(token_ids, grids) or (None, 0)
+        image_tokens = sum(length for _, _, length in lengths)
+        return Layout(tuple(token_ids), tuple(runs), image_tokens, placed, delta)
 
     def _message(self, turn: Turn, spelled: "_StandIns") -> dict[str, Any]:
         parts = [_template_part(part, spelled) for part in turn.parts]
@@ -113,8 +165,7 @@ class PromptBuilder:
             tokenizer = self._as_text if is_text else self._with_special
             yield from tokenizer.encode(piece, add_special_tokens=False).ids
 
-    def _check_placeholders(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
-        found = token_ids.count(self._image_token_id)
+    def _check_markers(self, found: int, pictures: Sequence[Picture]) -> None:
         if found != len(pictures):
             raise ChiasmError(
                 Reason.REQUEST_INVALID,
@@ -123,18 +174,24 @@ class PromptBuilder:
                 "messages",
             )
 
-    def expand(self, token_ids: Sequence[int], placeholder_counts: Sequence[int]) -> Layout:
-        """Repeats the placeholder of each picture, in order, as often as the picture needs."""
-        counts = iter(placeholder_counts)
-        expanded: list[int] = []
-        starts: list[int] = []
-        for token_id in token_ids:
-            if token_id == self._image_token_id:
-                starts.append(len(expanded))
-                expanded.extend([token_id] * next(counts))
+
+def _with_forms(
+    between: Sequence[str], forms: Sequence[ImageForm], image_token: str
+) -> tuple[str, list[tuple[int, int, int]]]:
+    """The text with one image token a run, and of each run picture, first row and length."""
+    pieces = [between[0]]
+    lengths: list[tuple[int, int, int]] = []
+    for number, (form, following) in enumerate(zip(forms, between[1:], strict=True)):
+        row = 0
+        for piece in form.text:
+            if isinstance(piece, int):
+                lengths.append((number, row, piece))
+                row += piece
+                pieces.append(image_token)
             else:
-                expanded.append(token_id)
-        return Layout(tuple(expanded), tuple(starts), sum(placeholder_counts))
+                pieces.append(str(number) if piece is Mark.NUMBER else str(piece))
+        pieces.append(following)
+    return "".join(pieces), lengths
 
 
 @dataclass
@@ -163,6 +220,14 @@ class _StandIns:
     def _replace(self, match: re.Match[str]) -> str:
         self._literals.append(match[0])
         return f"{self._mark}{len(self._literals) - 1}\ue001"
+
+
+@dataclass(frozen=True, eq=False)
+class Rendered:
+    """A conversation after the chat template: the text between the markers of its pictures."""
+
+    between: tuple[str, ...]
+    spelled: _StandIns
 
 
 def _template_part(part: Text | Picture, spelled: _StandIns) -> dict[str, str]:

@@ -11,7 +11,9 @@ from typing import Literal
 
 from chiasm import wire
 from chiasm.errors import ChiasmError, Reason, within
+from chiasm.models.contract import ContractError, PixelOptions
 from chiasm.models.language import GenerationDefaults
+from chiasm.models.wire import options_from_wire
 from chiasm.v1 import image_pb2, llm_service_pb2
 from llm_service.engine.values import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -45,7 +47,7 @@ class RawImage:
     """A picture file to be encoded."""
 
     data: memoryview
-    options: image_pb2.ImageOptions
+    options: PixelOptions
 
 
 @dataclass(frozen=True)
@@ -233,8 +235,9 @@ def _read_part(number: int, index: int, part: llm_service_pb2.Part, buffers: wir
     if kind == "text":
         return Text(part.text)
     if kind == "image":
-        image = RawImage(buffers.get(part.image.data), part.image.options)
-        return Picture(image, number, index)
+        with within(f"{place}.image"):
+            options = _read_options(part.image.options)
+        return Picture(RawImage(buffers.get(part.image.data), options), number, index)
     if kind == "embedding":
         return Picture(_caller_embedding(part.embedding, buffers), number, index)
     if kind == "reference":
@@ -244,6 +247,15 @@ def _read_part(number: int, index: int, part: llm_service_pb2.Part, buffers: wir
             f"{place}.reference",
         )
     raise _invalid(place, "A part is one of text, image, embedding and reference.")
+
+
+def _read_options(message: image_pb2.ImageOptions) -> PixelOptions:
+    try:
+        return options_from_wire(message)
+    except ContractError as error:
+        raise ChiasmError(
+            Reason.IMAGE_INVALID, "The detail is low, high, auto or original.", "options.detail"
+        ) from error
 
 
 def _caller_embedding(message: image_pb2.ImageEmbedding, buffers: wire.Buffers) -> CallerEmbedding:

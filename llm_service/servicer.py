@@ -16,6 +16,7 @@ from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
 from chiasm.v1 import llm_service_pb2
 from llm_service.admission import Permits
 from llm_service.constraint.compiler import Compiler
+from llm_service.embeddings import Rows
 from llm_service.engine.engine import Engine
 from llm_service.engine.values import (
     Constraint,
@@ -31,7 +32,7 @@ from llm_service.engine.values import (
 from llm_service.mailbox import Mailbox
 from llm_service.metrics import LlmMetrics
 from llm_service.pictures import Measured, PictureReader, Ready
-from llm_service.prompt import Layout, PromptBuilder
+from llm_service.prompt import Layout, PromptBuilder, Run
 from llm_service.request import (
     Conversation,
     check_model,
@@ -213,11 +214,12 @@ class LlmServicer:
         check_text(self._prompts.least_tokens(conversation), self._engine.context_length)
         loop = asyncio.get_running_loop()
         measuring = asyncio.ensure_future(self._pictures.measure(conversation.pictures))
-        rendering = loop.run_in_executor(self._workers, self._prompts.render_ids, conversation)
-        measured, token_ids = await asyncio.gather(measuring, rendering)
-        counts = [one.placeholder_count for one in measured]
-        expanding = loop.run_in_executor(self._workers, self._prompts.expand, token_ids, counts)
-        return await expanding, measured
+        rendering = loop.run_in_executor(self._workers, self._prompts.render, conversation)
+        measured, rendered = await asyncio.gather(measuring, rendering)
+        forms = [one.form for one in measured]
+        check_text(sum(form.row_count for form in forms), self._engine.context_length)
+        laying = loop.run_in_executor(self._workers, self._prompts.lay_out, rendered, forms)
+        return await laying, measured
 
     async def _constrained(
         self,
@@ -312,14 +314,21 @@ def check_length(layout: Layout, max_token_count: int, context_length: int) -> N
 
 
 def as_prompt(layout: Layout, ready: Sequence[Ready], salt: bytes) -> Prompt:
-    """The engine's prompt. Raises INTERNAL if rows and placeholders disagree."""
-    spans = []
-    for start, one in zip(layout.starts, ready, strict=True):
-        rows = one.rows.rows
-        if len(rows) != one.rows.placeholder_count:
-            raise _FAILURES["INTERNAL"]
-        spans.append(ImageSpan(start, len(rows), rows, one.rows.digest))
-    return Prompt(layout.token_ids, tuple(spans), salt)
+    """The engine's prompt."""
+    spans = tuple(_as_span(run, ready[run.picture].rows) for run in layout.runs)
+    return Prompt(layout.token_ids, spans, salt, layout.positions, layout.position_delta)
+
+
+def _as_span(run: Run, rows: Rows) -> ImageSpan:
+    here = slice(run.first_row, run.first_row + run.length)
+    return ImageSpan(
+        start=run.start,
+        length=run.length,
+        rows=rows.rows[here],
+        # Of the whole image; where the run begins in it tells its runs apart.
+        digest=rows.digest and rows.digest + run.first_row.to_bytes(8, "little"),
+        levels=tuple(level[here] for level in rows.levels),
+    )
 
 
 def gathered(events: Sequence[Event]) -> tuple[list[Delta], dict[int, Finished]]:

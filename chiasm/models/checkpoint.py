@@ -16,6 +16,7 @@ CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -85,6 +86,12 @@ class Checkpoint:
                 "its vision tower; copy that file from the checkpoint's publisher"
             )
         return settings
+
+    def processor_settings(self) -> Mapping[str, Any]:
+        return _read_optional(self.directory / PROCESSOR_FILE)
+
+    def tokenizer_settings(self) -> Mapping[str, Any]:
+        return _read_optional(self.directory / TOKENIZER_FILE)
 
     def generation_settings(self) -> Mapping[str, Any]:
         return _read_optional(self.directory / GENERATION_FILE)

@@ -4,14 +4,55 @@ Everything else is the generic path of `vision` and `language`: transformers' ow
 image processor and `get_image_features`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from chiasm.models.contract import ImageContract, RowRule
+from chiasm.models.contract import ImageContract, ImageRule
 
 if TYPE_CHECKING:
     from chiasm.models.identity import EncoderIdentity
+
+Positions = Literal["flat", "mrope"]
+"""`flat`: a token's index. `mrope`: three axes that follow image grids (Qwen2-VL, 3.1)."""
+
+Layers = Literal["paged", "stateful"]
+"""`paged`: plain causal attention over KV blocks, many sequences in one pass. `stateful`: the
+decoder needs masks over images, windows or recurrent state, so each sequence runs through
+transformers' own forward with a cache of its own."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a family's rules are made from; no weights.
+
+    Attributes:
+        config: transformers' config of the whole model.
+        image_processor: transformers' image processor, PIL backend.
+        processor: processor_config.json, empty if there is none.
+        tokenizer: tokenizer_config.json, empty if there is none.
+    """
+
+    config: Any
+    image_processor: Any
+    processor: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+
+
+def _no_levels(config: Any) -> int:
+    return 0
+
+
+def _image_token_id(config: Any) -> int:
+    return int(config.image_token_id)
+
+
+def _no_marker(sources: Sources) -> str | None:
+    return None
+
+
+def _paged(config: Any) -> Layers:
+    return "paged"
 
 
 @dataclass(frozen=True)
@@ -20,26 +61,41 @@ class Family:
 
     Attributes:
         model_type: the `model_type` of its config.json.
+        title: the name people know it by.
         vision_modules: module paths, in transformers' model, that only the vision half holds.
         language_modules: module paths that only the language half holds.
-        width_tensor: canonical name of the vision tensor whose first extent is the width of a row.
+        width_tensor: canonical name of a vision tensor one of whose extents is the width of a row.
+        width_axis: which extent that is.
         settings: names in config.json that change the features besides the weights.
-        level_count: extra feature levels (deepstack) an image has beside its rows.
         vision_tensor_name: canonical name of a stored tensor of the vision half, None for any other
             tensor. Old and new key layouts of one checkpoint give the same names.
         refusal: why a checkpoint with this transformers config cannot be served, or None.
-        row_rule: the rule for row and placeholder counts, from the transformers config.
+        image_rule: what stands for an image in a prompt.
+        level_count: extra feature levels (deepstack) an image has beside its rows.
+        image_token_id: the token that rows take the place of.
+        marker: what the chat template writes once an image; None is the image token itself.
+        positions: how tokens are placed.
+        layers: how the decoder runs.
+        options: names of request options that change something in this family.
     """
 
     model_type: str
+    title: str
     vision_modules: tuple[str, ...]
     language_modules: tuple[str, ...]
     width_tensor: str
     settings: tuple[str, ...]
-    level_count: int
     vision_tensor_name: Callable[[str], str | None]
     refusal: Callable[[Any], str | None]
-    row_rule: Callable[[Any], RowRule]
+    image_rule: Callable[[Sources], ImageRule]
+    width_axis: int = 0
+    level_count: Callable[[Any], int] = _no_levels
+    image_token_id: Callable[[Any], int] = _image_token_id
+    marker: Callable[[Sources], str | None] = _no_marker
+    positions: Positions = "flat"
+    layers: Callable[[Any], Layers] = _paged
+    options: tuple[str, ...] = ()
 
-    def contract(self, config: Any, identity: "EncoderIdentity") -> ImageContract:
-        return ImageContract(identity, identity.width, self.level_count, self.row_rule(config))
+    def contract(self, sources: Sources, identity: "EncoderIdentity") -> ImageContract:
+        levels = self.level_count(sources.config)
+        return ImageContract(identity, identity.width, levels, self.image_rule(sources))

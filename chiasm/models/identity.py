@@ -75,7 +75,7 @@ def identity_of(checkpoint: Checkpoint, dtype: FeatureType, model_id: str) -> En
         weights_digest=_digest_weights(tensors, _family_settings(checkpoint, family)),
         processor_digest=_digest_processor(checkpoint.image_processor_settings()),
         dtype=dtype,
-        width=tensors[family.width_tensor].shape[0],
+        width=tensors[family.width_tensor].shape[family.width_axis],
     )
 
 

@@ -1,6 +1,6 @@
 """The language half of a checkpoint: decoder, tokenizer, template, and its contract on images."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -10,10 +10,12 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from chiasm.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint, read_json
-from chiasm.models.contract import ImageContract
+from chiasm.models.contract import Grid, ImageContract
 from chiasm.models.families import family_of
+from chiasm.models.family import Layers, Positions
 from chiasm.models.half import brief, load_config, load_half
 from chiasm.models.identity import feature_type, identity_of
+from chiasm.models.sources import read_sources
 
 CHAT_TEMPLATE_FILE = "chat_template.json"
 
@@ -40,8 +42,12 @@ class LanguageHalf:
         decoder: the bare decoder, e.g. `LlamaModel`: embeddings in, hidden states out.
         embed_tokens: token ids `[...]` to `[..., width]`.
         lm_head: hidden states `[..., width]` to logits `[..., vocab_size]`.
-        image_token: the placeholder as the chat template writes it, once an image.
-        image_token_id: its id, repeated `placeholder_count` times before the model runs.
+        marker: what the chat template writes, once an image.
+        image_token: the token that feature rows take the place of, spelled out.
+        image_token_id: its id.
+        positions_kind: how tokens are placed; `positions` does it.
+        layers: how the decoder runs.
+        options: request options about images that change something here.
         eos_ids: ids that end an answer.
         context_length: prompt and answer together, in tokens.
         contract: what the model itself says about image embeddings.
@@ -54,6 +60,7 @@ class LanguageHalf:
     lm_head: nn.Module
     tokenizer: PreTrainedTokenizerFast
     chat_template: str
+    marker: str
     image_token: str
     image_token_id: int
     eos_ids: tuple[int, ...]
@@ -66,6 +73,9 @@ class LanguageHalf:
     vocab_size: int
     generation: GenerationDefaults
     contract: ImageContract
+    positions_kind: Positions
+    layers: Layers
+    options: tuple[str, ...]
 
     @classmethod
     def load(
@@ -90,6 +100,9 @@ class LanguageHalf:
         identity = identity_of(checkpoint, encoder_type, model_id)
         config = load_config(checkpoint, family)
         tokenizer = _load_tokenizer(checkpoint)
+        sources = read_sources(checkpoint, config)
+        image_token_id = family.image_token_id(config)
+        image_token = _image_token(checkpoint, config, image_token_id, tokenizer)
         model: Any = load_half(checkpoint, config, family.vision_modules, dtype, device)
         text = config.text_config
         _check_width(checkpoint, text.hidden_size, identity.width)
@@ -102,8 +115,9 @@ class LanguageHalf:
             lm_head=model.get_output_embeddings(),
             tokenizer=tokenizer,
             chat_template=_chat_template(checkpoint, tokenizer),
-            image_token=_image_token(checkpoint, config, tokenizer),
-            image_token_id=config.image_token_id,
+            marker=_marker(checkpoint, family.marker(sources), tokenizer) or image_token,
+            image_token=image_token,
+            image_token_id=image_token_id,
             eos_ids=_eos_ids(checkpoint, config, tokenizer),
             context_length=text.max_position_embeddings,
             width=text.hidden_size,
@@ -113,8 +127,30 @@ class LanguageHalf:
             head_dim=head_dim,
             vocab_size=text.vocab_size,
             generation=_generation_defaults(checkpoint.generation_settings()),
-            contract=family.contract(config, identity),
+            contract=family.contract(sources, identity),
+            positions_kind=family.positions,
+            layers=family.layers(config),
+            options=family.options,
         )
+
+    def positions(
+        self, token_ids: Sequence[int], grids: Sequence[Grid]
+    ) -> tuple[torch.Tensor, int] | None:
+        """Where the tokens of a prompt stand, and what generated tokens stand off their index.
+
+        `grids` are those of the prompt's images in order. The positions are int64 `[3, tokens]`
+        (time, height, width); None where every token stands at its index.
+        """
+        if self.positions_kind == "flat" or not grids:
+            return None
+        ids = torch.tensor([token_ids])
+        base: Any = self.model.base_model
+        placed, delta = base.get_rope_index(
+            ids,
+            mm_token_type_ids=(ids == self.image_token_id).int(),
+            image_grid_thw=torch.tensor(grids),
+        )
+        return placed[:, 0], int(delta)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
@@ -151,9 +187,11 @@ def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -
 
 
 def _image_token(
-    checkpoint: Checkpoint, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    token_id: int,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> str:
-    token_id = config.image_token_id
     added = tokenizer.added_tokens_decoder.get(token_id)
     if added is None or not 0 <= token_id < config.text_config.vocab_size:
         raise CheckpointError(
@@ -161,6 +199,17 @@ def _image_token(
             "the tokenizer; take both files from one checkpoint"
         )
     return str(added.content)
+
+
+def _marker(
+    checkpoint: Checkpoint, marker: str | None, tokenizer: PreTrainedTokenizerFast
+) -> str | None:
+    if marker is not None and marker not in tokenizer.get_vocab():
+        raise CheckpointError(
+            f"{checkpoint.directory}: the tokenizer lacks {marker}, which marks an image in "
+            "prompts; take tokenizer and config of one checkpoint"
+        )
+    return marker
 
 
 def _eos_ids(

@@ -14,33 +14,38 @@ from typing import Any, Self
 
 import PIL.Image
 import torch
-from transformers import AutoImageProcessor, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from chiasm.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from chiasm.models.contract import Grid, ImageContract
+from chiasm.models.contract import (
+    DEFAULT_OPTIONS,
+    ContractError,
+    Grid,
+    ImageContract,
+    PixelOptions,
+    Size,
+)
 from chiasm.models.families import family_of
 from chiasm.models.half import brief, load_config, load_half
-from chiasm.models.identity import (
-    IMAGE_BACKEND,
-    EncoderIdentity,
-    feature_type,
-    identity_of,
-    processor_class_name,
-)
+from chiasm.models.identity import EncoderIdentity, feature_type, identity_of
+from chiasm.models.sources import read_sources
 
 MAX_ASPECT_RATIO = 200
 """Scaling the short edge of a thinner image up to the tower's size would cost gigabytes."""
 
 # Height and width of the two pictures that prove a tower.
 _PROOF_SIZES = ((32, 48), (48, 32))
+# Pixels of an edge, for towers that state none: work is counted in patches of this size.
+_USUAL_PATCH_SIZE = 14
 
 
 class ImageShapeError(ValueError):
-    """An image that no tower can take; `message` says why."""
+    """An image or option that the tower cannot take; `message` says why, `option` which option."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.option = option
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class PixelInputs:
     patch_count: int
     placeholder_count: int
     grid_thw: Grid | None
-    image_size: tuple[int, int]
+    image_size: Size
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class ImageFeatures:
     levels: tuple[torch.Tensor, ...]
     placeholder_count: int
     grid_thw: Grid | None
-    image_size: tuple[int, int]
+    image_size: Size
 
     @property
     def byte_count(self) -> int:
@@ -124,9 +129,10 @@ class VisionHalf:
             checkpoint, feature_type(str(dtype).removeprefix("torch.")), model_id
         )
         config = load_config(checkpoint, family)
-        processor = _load_processor(checkpoint)
+        sources = read_sources(checkpoint, config)
         model = load_half(checkpoint, config, family.language_modules, dtype, device)
-        half = cls(model, processor, family.contract(config, identity), _patch_size(config))
+        contract = family.contract(sources, identity)
+        half = cls(model, sources.image_processor, contract, _patch_size(config))
         half._prove(checkpoint)
         return half
 
@@ -134,21 +140,30 @@ class VisionHalf:
     def identity(self) -> EncoderIdentity:
         return self.contract.expected_identity
 
-    def preprocess(self, image: PIL.Image.Image) -> PixelInputs:
+    def preprocess(
+        self, image: PIL.Image.Image, options: PixelOptions = DEFAULT_OPTIONS
+    ) -> PixelInputs:
         """Scale, crop and normalise one upright RGB image as the checkpoint's processor says.
 
         Raises:
-            ImageShapeError: the image is not RGB, or thinner than `MAX_ASPECT_RATIO` allows.
+            ImageShapeError: the image is not RGB, thinner than `MAX_ASPECT_RATIO` allows, or what
+                the model does not take; or an option that the family lacks.
         """
         _check_image(image)
-        prepared = self._processor(images=image, return_tensors="pt")
+        size = (image.height, image.width)
+        try:
+            form = self.contract.of_size(size, options)
+            chosen = self.contract.rule.processor_options(options)
+        except ContractError as error:
+            raise ImageShapeError(error.message, error.option) from error
+        prepared = self._processor(images=image, return_tensors="pt", **chosen)
         tensors = {name: prepared[name] for name in prepared if name in self._consumed}
         return PixelInputs(
             tensors=tensors,
             patch_count=_patch_count(tensors["pixel_values"], self._patch_size),
-            placeholder_count=self.contract.placeholder_count(image.height, image.width),
+            placeholder_count=form.row_count,
             grid_thw=_grid(tensors),
-            image_size=(image.height, image.width),
+            image_size=size,
         )
 
     def encode(
@@ -189,11 +204,14 @@ class VisionHalf:
     def _features(
         self, pixels: PixelInputs, rows: torch.Tensor, levels: Iterable[torch.Tensor]
     ) -> ImageFeatures:
-        count = self.contract.check_rows(rows.shape[0], pixels.grid_thw, pixels.image_size)
+        if len(rows) != pixels.placeholder_count:
+            raise ContractError(
+                f"the tower gave {len(rows)} rows for an image that has {pixels.placeholder_count}"
+            )
         return ImageFeatures(
             rows=_owned(rows),
             levels=tuple(_owned(level) for level in levels),
-            placeholder_count=count,
+            placeholder_count=pixels.placeholder_count,
             grid_thw=pixels.grid_thw,
             image_size=pixels.image_size,
         )
@@ -212,31 +230,8 @@ class VisionHalf:
             ) from error
 
 
-def _load_processor(checkpoint: Checkpoint) -> Any:
-    expected = processor_class_name(checkpoint.image_processor_settings())
-    try:
-        auto: Any = AutoImageProcessor
-        processor = auto.from_pretrained(
-            checkpoint.directory,
-            backend=IMAGE_BACKEND,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint.directory}: transformers cannot make the image processor {expected}: "
-            f"{brief(error)}"
-        ) from error
-    if type(processor).__name__ != expected:
-        raise CheckpointError(
-            f"{checkpoint.directory} wants the image processor {expected}, this version of "
-            f"transformers has {type(processor).__name__}; name one it has as image_processor_type"
-        )
-    return processor
-
-
 def _patch_size(config: PreTrainedConfig) -> int:
-    return int(config.vision_config.patch_size)
+    return int(getattr(config.vision_config, "patch_size", _USUAL_PATCH_SIZE))
 
 
 def _check_image(image: PIL.Image.Image) -> None:

@@ -89,12 +89,15 @@ class ImageSpan:
         rows: `[length, width]`, any float type; cast to the decoder's.
         digest: of the rows' content and their encoder's identity. Empty where it is not known:
             what is computed from here on is then shared with no other prompt.
+        levels: what the decoder's first layers add to the rows' tokens, each shaped as `rows`
+            (deepstack, https://arxiv.org/abs/2406.04334); one a level of the decoder.
     """
 
     start: int
     length: int
     rows: torch.Tensor
     digest: bytes = b""
+    levels: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +107,15 @@ class Prompt:
     Attributes:
         salt: whose prompt it is, tenant and cache salt each framed by its length. Prompts of
             other salts share no keys and values with it.
+        positions: int64 `[axes, len(token_ids)]`; None where every token stands at its index.
+        position_delta: a generated token stands at its index plus this, on all axes.
     """
 
     token_ids: tuple[int, ...]
     images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,6 +263,10 @@ class DecoderParts:
         lm_head: hidden states `[..., width]` to logits `[..., vocab_size]`.
         eos_ids: tokens that end an answer.
         context_length: prompt and answer together, in tokens.
+        position_axes: of a token's place; 3 in the decoders with M-RoPE.
+        level_count: extra levels (deepstack) that come with image rows.
+        stateful: the whole language half, as transformers runs it, where paged attention does not
+            do; None where it does.
     """
 
     model: nn.Module
@@ -268,6 +279,9 @@ class DecoderParts:
     context_length: int
     dtype: torch.dtype
     device: torch.device | str
+    position_axes: int = 1
+    level_count: int = 0
+    stateful: Any | None = None
 
 
 class Constraint(Protocol):

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from chiasm.embedding_cache import EmbeddingCache, Options, embedding_key
+from chiasm.embedding_cache import EmbeddingCache, embedding_key
 from chiasm.models.identity import EncoderIdentity
 from llm_service.embeddings import Rows
 from llm_service.request import RawImage
@@ -48,5 +48,4 @@ class CachedSource:
 
     def _key(self, image: RawImage, tenant: str) -> bytes:
         digest = hashlib.sha256(image.data).digest()
-        options = Options.of(image.options)
-        return embedding_key(tenant, self._identity, digest, len(image.data), options)
+        return embedding_key(tenant, self._identity, digest, len(image.data), image.options)

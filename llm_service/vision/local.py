@@ -24,19 +24,27 @@ class LocalTower:
     async def encode(self, image: RawImage, asked: Asked) -> Fetched:
         began = time.monotonic()
         loop = asyncio.get_running_loop()
-        pixels = await loop.run_in_executor(self._workers, self._prepare, image.data)
+        pixels = await loop.run_in_executor(self._workers, self._prepare, image)
         features = await loop.run_in_executor(self._tower, self._forward, pixels, asked.deadline)
-        rows = Rows(features.rows, features.placeholder_count, identity_checked=True)
-        check_finite(rows.rows)
+        rows = self._checked(features)
         seconds = time.monotonic() - began
         return Fetched(rows, "local", fetch_seconds=seconds, encode_seconds=seconds)
 
     async def close(self) -> None:
         self._tower.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, data: memoryview) -> PixelInputs:
+    def _checked(self, features: ImageFeatures) -> Rows:
+        for part in (features.rows, *features.levels):
+            check_finite(part)
+        form = self._half.contract.of_rows(
+            len(features.rows), features.grid_thw, features.image_size
+        )
+        return Rows(features.rows, form, identity_checked=True, levels=features.levels)
+
+    def _prepare(self, image: RawImage) -> PixelInputs:
         try:
-            return self._half.preprocess(decode_image(data, self._limits))
+            picture = decode_image(image.data, self._limits)
+            return self._half.preprocess(picture, image.options)
         except ImageError as error:
             raise image_fault(error) from error
         except ImageShapeError as error:

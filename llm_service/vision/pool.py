@@ -13,7 +13,7 @@ from typing import Any
 from chiasm import telemetry, wire
 from chiasm.errors import ChiasmError, Reason
 from chiasm.models.contract import ImageContract
-from chiasm.models.wire import identity_to_wire
+from chiasm.models.wire import identity_to_wire, options_to_wire
 from chiasm.rpc import limits
 from chiasm.rpc.channel import EncoderMethods, open_channel
 from chiasm.rpc.context import seconds_left
@@ -104,7 +104,9 @@ class EncoderPool:
     def _request(self, kind: Any, image: RawImage, asked: Asked) -> wire.Wired[Any]:
         buffers = wire.Buffers()
         message = kind(
-            image=image_pb2.Image(data=buffers.put(image.data), options=image.options),
+            image=image_pb2.Image(
+                data=buffers.put(image.data), options=options_to_wire(image.options)
+            ),
             tenant=asked.tenant,
             expected_identity=self._identity,
         )

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import PIL.Image
 
-from chiasm.models.contract import ImageContract
+from chiasm.models.contract import ImageContract, PixelOptions
 from chiasm.models.vision import ImageFeatures, PixelInputs, VisionHalf
 
 
@@ -25,8 +25,8 @@ class GatedTower:
     def contract(self) -> ImageContract:
         return self._half.contract
 
-    def preprocess(self, image: PIL.Image.Image) -> PixelInputs:
-        return self._half.preprocess(image)
+    def preprocess(self, image: PIL.Image.Image, options: PixelOptions) -> PixelInputs:
+        return self._half.preprocess(image, options)
 
     def encode(self, batch: Sequence[PixelInputs], *, bit_exact: bool) -> list[ImageFeatures]:
         if not self._gate.is_set():

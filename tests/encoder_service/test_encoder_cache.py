@@ -9,7 +9,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from chiasm.embedding_cache import EmbeddingCache, Options, embedding_key
+from chiasm.embedding_cache import EmbeddingCache, embedding_key
+from chiasm.models.contract import PixelOptions
 from chiasm.models.vision import ImageFeatures, VisionHalf
 from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.v1 import image_pb2
@@ -118,7 +119,7 @@ def test_an_entry_put_twice_counts_once(small_cache: Kept) -> None:
 
 
 def test_every_field_of_a_key_counts_and_no_two_run_together(half: VisionHalf) -> None:
-    options = Options(1, None, None)
+    options = PixelOptions("auto", None, None)
     base = ("t", half.identity, b"\0" * 32, 5, options)
     other_identity = replace(half.identity, weights_digest="0" * 64)
     keys = {
@@ -127,9 +128,9 @@ def test_every_field_of_a_key_counts_and_no_two_run_together(half: VisionHalf) -
         embedding_key("t", other_identity, *base[2:]),
         embedding_key("t", half.identity, b"\1" * 32, 5, options),
         embedding_key("t", half.identity, b"\0" * 32, 6, options),
-        embedding_key(*base[:4], Options(2, None, None)),
-        embedding_key(*base[:4], Options(1, 7, None)),
-        embedding_key(*base[:4], Options(1, None, 7)),
+        embedding_key(*base[:4], PixelOptions("low", None, None)),
+        embedding_key(*base[:4], PixelOptions("auto", 7, None)),
+        embedding_key(*base[:4], PixelOptions("auto", None, 7)),
         embedding_key(
             "t'" + half.identity.model_id, replace(half.identity, model_id=""), *base[2:]
         ),

@@ -14,7 +14,13 @@ from prometheus_client import CollectorRegistry
 
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
 from chiasm.images import DEFAULT_LIMITS
-from chiasm.models.contract import FixedRows
+from chiasm.models.contract import (
+    DEFAULT_OPTIONS,
+    FixedRows,
+    ImageForm,
+    PixelOptions,
+    Size,
+)
 from chiasm.models.vision import VisionHalf
 from chiasm.v1 import encoder_service_pb2 as pb
 from encoder_service.batcher import Batcher, Interest, Load
@@ -155,7 +161,10 @@ async def test_what_waits_when_the_batcher_stops_is_told_so(half: VisionHalf) ->
     batcher = Batcher(tower, DEFAULT_LIMITS, settings, EncoderMetrics(CollectorRegistry()))
     with tower.held():
         async with batcher.running():
-            waiting = [batcher.submit(memoryview(picture(seed)), "", wanted()) for seed in (1, 2)]
+            waiting = [
+                batcher.submit(memoryview(picture(seed)), DEFAULT_OPTIONS, "", wanted())
+                for seed in (1, 2)
+            ]
             assert await asyncio.to_thread(tower.waiting.wait, 10)
             # Leaving waits for the tower's thread, which the gate holds.
             asyncio.get_running_loop().call_later(0.1, tower.release)
@@ -163,7 +172,7 @@ async def test_what_waits_when_the_batcher_stops_is_told_so(half: VisionHalf) ->
             with pytest.raises(ChiasmError, match="stopping"):
                 item.result.result()
     with pytest.raises(ChiasmError) as refused:
-        batcher.submit(memoryview(picture(1)), "", wanted())
+        batcher.submit(memoryview(picture(1)), DEFAULT_OPTIONS, "", wanted())
     assert refused.value.reason is Reason.NOT_READY
     assert batcher.load == Load()
 
@@ -172,13 +181,13 @@ async def test_a_fault_of_the_processor_is_one_pictures_and_keeps_its_text(
     half: VisionHalf,
 ) -> None:
     narrow = copy.copy(half)
-    narrow.contract = replace(half.contract, rows=NoWideRows(4))
+    narrow.contract = replace(half.contract, rule=NoWideRows(4))
     batcher = Batcher(
         narrow, DEFAULT_LIMITS, settings_for(Path()).batcher, EncoderMetrics(CollectorRegistry())
     )
     async with batcher.running():
-        wide = batcher.submit(memoryview(picture(1, (50, 20))), "req-1", wanted())
-        tall = batcher.submit(memoryview(picture(2, (20, 50))), "req-2", wanted())
+        wide = batcher.submit(memoryview(picture(1, (50, 20))), DEFAULT_OPTIONS, "req-1", wanted())
+        tall = batcher.submit(memoryview(picture(2, (20, 50))), DEFAULT_OPTIONS, "req-2", wanted())
         with pytest.raises(ChiasmError) as told:
             await wide.result
         assert (await tall.result).features.rows.shape == (4, 64)
@@ -189,8 +198,13 @@ async def test_a_fault_of_the_processor_is_one_pictures_and_keeps_its_text(
 class NoWideRows(FixedRows):
     """A rule with a bug: it cannot count the rows of a wide picture."""
 
-    def placeholder_count(self, height: int, width: int) -> int:
-        return self.row_count if height > width else 1 // (width - width)
+    def of_size(self, size: Size, options: PixelOptions) -> ImageForm:
+        height, width = size
+        return super().of_size(size, options) if height > width else self.forms[0]
+
+    @property
+    def forms(self) -> tuple[ImageForm, ...]:
+        return ()
 
 
 def wanted() -> Interest:

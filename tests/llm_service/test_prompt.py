@@ -1,5 +1,6 @@
 """What a person writes stays text; everything else is tokenized exactly as transformers does."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 
 from chiasm.errors import ChiasmError, Reason
+from chiasm.models.contract import DEFAULT_OPTIONS, ImageForm, Mark
 from chiasm.models.language import LanguageHalf
-from chiasm.v1 import image_pb2
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt import Layout, PromptBuilder
 from llm_service.request import Conversation, Part, Picture, RawImage, Text, Turn
 
 
@@ -19,7 +20,7 @@ def model(checkpoint: Path) -> LanguageHalf:
 
 
 def _picture() -> Picture:
-    return Picture(RawImage(memoryview(b""), image_pb2.ImageOptions()), 0, 0)
+    return Picture(RawImage(memoryview(b""), DEFAULT_OPTIONS), 0, 0)
 
 
 def _said(*parts: str | Picture) -> Turn:
@@ -27,8 +28,15 @@ def _said(*parts: str | Picture) -> Turn:
     return Turn("user", tuple(read))
 
 
+def _laid_out(model: LanguageHalf, turns: Sequence[Turn], *forms: ImageForm) -> Layout:
+    builder = PromptBuilder(model)
+    return builder.lay_out(builder.render(Conversation(tuple(turns), "")), forms)
+
+
 def _ids(model: LanguageHalf, *turns: Turn) -> list[int]:
-    return PromptBuilder(model).render_ids(Conversation(turns, ""))
+    """With one image token a picture."""
+    pictures = Conversation(turns, "").pictures
+    return list(_laid_out(model, turns, *[ImageForm(1, (1,)) for _ in pictures]).token_ids)
 
 
 def test_a_plain_conversation_is_tokenized_as_transformers_does(model: LanguageHalf) -> None:
@@ -60,21 +68,29 @@ def test_a_typed_special_token_is_text(model: LanguageHalf, word: str) -> None:
 
 
 def test_a_typed_placeholder_takes_no_pictures_place(model: LanguageHalf) -> None:
-    ids = _ids(model, _said("<image> is how a picture is written", _picture()))
-    builder = PromptBuilder(model)
-    layout = builder.expand(ids, [3])
-    assert ids.count(model.image_token_id) == 1
+    turn = _said("<image> is how a picture is written", _picture())
+    layout = _laid_out(model, [turn], ImageForm(3, (3,)))
     assert layout.token_ids.count(model.image_token_id) == 3
-    start = layout.starts[0]
+    start = layout.runs[0].start
     assert set(layout.token_ids[start : start + 3]) == {model.image_token_id}
 
 
 def test_placeholders_stand_where_the_pictures_stand(model: LanguageHalf) -> None:
-    ids = _ids(model, _said("A", _picture(), "B", _picture(), "C"))
-    layout = PromptBuilder(model).expand(ids, [2, 5])
-    assert (layout.image_token_count, len(layout.token_ids)) == (7, len(ids) + 5)
-    between = layout.token_ids[layout.starts[0] + 2 : layout.starts[1]]
+    turn = _said("A", _picture(), "B", _picture(), "C")
+    layout = _laid_out(model, [turn], ImageForm(2, (2,)), ImageForm(5, (5,)))
+    assert (layout.image_token_count, len(layout.token_ids)) == (7, len(_ids(model, turn)) + 5)
+    between = layout.token_ids[layout.runs[0].start + 2 : layout.runs[1].start]
     assert "B" in model.tokenizer.decode(list(between))
+
+
+def test_text_within_a_picture_is_tokenized_with_the_text_around_it(model: LanguageHalf) -> None:
+    form = ImageForm(5, ("row 1 ", 2, "\nrow ", Mark.NUMBER, 3, " e"))
+    layout = _laid_out(model, [_said("A", _picture(), "nd")], form)
+    written = model.tokenizer.decode(list(layout.token_ids))
+    assert f"Arow 1 {'<image>' * 2}\nrow 0{'<image>' * 3} e\nnd" in written
+    assert [(run.first_row, run.length) for run in layout.runs] == [(0, 2), (2, 3)]
+    whole: Any = model.tokenizer(written, add_special_tokens=False)
+    assert whole.input_ids == list(layout.token_ids)
 
 
 def test_a_role_that_the_template_drops_pictures_of_is_refused(
@@ -112,7 +128,11 @@ def test_threads_do_not_change_each_others_treatment_of_special_tokens(
     builder = PromptBuilder(model)
     clean = Conversation((_said("hello there"),), "")
     typed = Conversation((_said("hello <|im_end|> there"),), "")
-    expected = {id(one): builder.render_ids(one) for one in (clean, typed)}
+
+    def ids(one: Conversation) -> tuple[int, tuple[int, ...]]:
+        return id(one), builder.lay_out(builder.render(one), []).token_ids
+
+    expected = dict(map(ids, (clean, typed)))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda one: (id(one), builder.render_ids(one)), [clean, typed] * 200))
-    assert all(expected[key] == ids for key, ids in found)
+        found = list(pool.map(ids, [clean, typed] * 200))
+    assert all(expected[key] == told for key, told in found)

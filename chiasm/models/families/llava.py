@@ -3,7 +3,7 @@
 from typing import Any
 
 from chiasm.models.contract import FixedRows
-from chiasm.models.family import Family
+from chiasm.models.family import Family, Sources
 
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 DECODERS = ("llama", "qwen2")
@@ -32,11 +32,12 @@ def refusal(config: Any) -> str | None:
     return None
 
 
-def row_rule(config: Any) -> FixedRows:
+def image_rule(sources: Sources) -> FixedRows:
     """Patches, plus CLIP's class token, minus the first row where the strategy drops it.
 
     The tower itself refuses any other size than `image_size`, so the count holds for every image.
     """
+    config = sources.config
     vision = config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     class_tokens = 1 if vision.model_type == "clip_vision_model" else 0
@@ -46,6 +47,7 @@ def row_rule(config: Any) -> FixedRows:
 
 FAMILY = Family(
     model_type="llava",
+    title="LLaVA 1.5",
     vision_modules=("model.vision_tower", "model.multi_modal_projector"),
     language_modules=("model.language_model", "lm_head"),
     width_tensor="multi_modal_projector.linear_2.weight",
@@ -56,8 +58,7 @@ FAMILY = Family(
         "projector_hidden_act",
         "multimodal_projector_bias",
     ),
-    level_count=0,
     vision_tensor_name=vision_tensor_name,
     refusal=refusal,
-    row_rule=row_rule,
+    image_rule=image_rule,
 )

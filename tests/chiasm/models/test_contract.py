@@ -10,23 +10,23 @@ from tests.chiasm.models.variants import picture
 from tests.tiny_llava import Strategy, Tower, build_tiny_llava
 
 IDENTITY = EncoderIdentity("m", "a" * 64, "b" * 64, "float32", 64)
-CONTRACT = ImageContract(IDENTITY, width=64, level_count=0, rows=FixedRows(4))
+CONTRACT = ImageContract(IDENTITY, width=64, level_count=0, rule=FixedRows(4))
 
 
 def test_every_size_has_the_fixed_number_of_placeholders() -> None:
-    assert {CONTRACT.placeholder_count(*size) for size in ((1, 1), (30, 4000), (4000, 30))} == {4}
+    assert {CONTRACT.of_size(size).row_count for size in ((1, 1), (30, 4000), (4000, 30))} == {4}
 
 
 def test_the_right_row_count_is_the_placeholder_count() -> None:
-    assert CONTRACT.check_rows(4, None, (480, 640)) == 4
-    assert CONTRACT.check_rows(4, None, None) == 4
+    assert CONTRACT.of_rows(4, None, (480, 640)).text == (4,)
+    assert CONTRACT.of_rows(4, None, None).row_count == 4
 
 
 @pytest.mark.parametrize("row_count", [0, 3, 5, 8])
 def test_a_wrong_row_count_is_refused_with_both_counts(row_count: int) -> None:
     with pytest.raises(ContractError) as refused:
-        CONTRACT.check_rows(row_count, None, None)
-    assert "4 rows" in refused.value.message
+        CONTRACT.of_rows(row_count, None, None)
+    assert ("4 rows" if row_count else "1 row") in refused.value.message
     assert str(row_count) in refused.value.message
 
 
@@ -35,7 +35,7 @@ def test_claims_that_do_not_fit_the_family_are_refused(
     grid: Grid | None, size: tuple[int, int] | None
 ) -> None:
     with pytest.raises(ContractError):
-        CONTRACT.check_rows(4, grid, size)
+        CONTRACT.of_rows(4, grid, size)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_contract_states_before_encoding_what_the_tower_gives(
     image = picture(1, width=50, height=20)
     prepared = vision.preprocess(image)
     (features,) = vision.encode([prepared])
-    assert contract.placeholder_count(image.height, image.width) == row_count
+    assert contract.of_size((image.height, image.width)).row_count == row_count
     assert features.rows.shape == (row_count, contract.width)
     assert features.placeholder_count == prepared.placeholder_count == row_count
     assert prepared.patch_count == 9
