@@ -1,0 +1,167 @@
+"""The yardstick: transformers' own processor and `generate` on the whole checkpoint."""
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from chiasm.models.checkpoint import open_checkpoint
+from chiasm.models.identity import IMAGE_BACKEND
+
+Said = tuple[str, tuple[str | PIL.Image.Image, ...]]
+"""A turn: the role, and text and pictures in order."""
+
+# Where a processor class lies in another module than its model type says.
+_MODULES = {"LlavaOnevisionProcessor": "llava_onevision", "Qwen2_5_VLProcessor": "qwen2_5_vl"}
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What the whole model does.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        answer: the tokens generated greedily.
+        logprobs: float32 `[answer tokens, vocabulary]`.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    logprobs: torch.Tensor
+
+
+class Whole:
+    """A whole checkpoint with its processor; one conversation at a time."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        auto: Any = AutoModelForImageTextToText
+        self.model: Any = auto.from_pretrained(directory, dtype=dtype).eval()
+        self.processor = processor_of(directory)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+
+    @torch.inference_mode()
+    def expected(self, turns: Sequence[Said], tokens: int) -> Expected:
+        """The greedy answer of at most `tokens` tokens."""
+        inputs = self.inputs(turns)
+        prompt = inputs["input_ids"][0].tolist()
+        out = self.model.generate(
+            **inputs,
+            max_new_tokens=tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logits = torch.cat(out.logits).float()
+        return Expected(prompt, out.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1))
+
+    def inputs(self, turns: Sequence[Said]) -> dict[str, Any]:
+        """What the processor makes of a conversation."""
+        rendered = self.tokenizer.apply_chat_template(
+            [_message(turn) for turn in turns],
+            chat_template=_template(self.tokenizer),
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        pictures = [part for _, parts in turns for part in parts if not isinstance(part, str)]
+        made = self.processor(
+            images=pictures or None,
+            text=[rendered],
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        taken = inspect.signature(self.model.forward).parameters
+        kept = {name: value for name, value in made.items() if name in taken}
+        return {**kept, "attention_mask": torch.ones_like(made["input_ids"])}
+
+    @torch.inference_mode()
+    def features(self, picture: PIL.Image.Image) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`[rows, width]` of one picture as the whole model's tower gives them, and its levels."""
+        base = self.model.base_model
+        taken = inspect.signature(base.get_image_features).parameters
+        made = self.processor.image_processor(images=picture, return_tensors="pt")
+        out = base.get_image_features(
+            **{name: made[name] for name in made if name in taken}, return_dict=True
+        )
+        levels = getattr(out, "deepstack_features", None) or ()
+        return _flat(out.pooler_output), [_flat(level) for level in levels]
+
+
+def processor_of(directory: Path) -> Any:
+    """The checkpoint's processor without its part for videos, which torchvision alone can make."""
+    checkpoint = open_checkpoint(directory)
+    settings = dict(checkpoint.processor_settings())
+    name = settings.pop("processor_class", None) or checkpoint.tokenizer_settings().get(
+        "processor_class"
+    )
+    whole = _processor_class(name or PROCESSOR_MAPPING_NAMES[checkpoint.model_type])
+
+    class WithoutVideo(whole):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    auto: Any = AutoImageProcessor
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    taken = inspect.signature(whole.__init__).parameters
+    more = {key: value for key, value in settings.items() if key in taken}
+    for part in ("image_processor", "video_processor", "tokenizer", "feature_extractor"):
+        more.pop(part, None)
+    if "video_processor" in taken:
+        more["video_processor"] = None
+    if "feature_extractor" in taken:
+        more["feature_extractor"] = None
+    return WithoutVideo(
+        image_processor=auto.from_pretrained(directory, backend=IMAGE_BACKEND),
+        tokenizer=tokenizer,
+        **more,
+    )
+
+
+def config_of(directory: Path) -> Any:
+    """transformers' config of a checkpoint."""
+    return AutoConfig.from_pretrained(directory)
+
+
+def _processor_class(name: str) -> Any:
+    for model_type, known in PROCESSOR_MAPPING_NAMES.items():
+        if known == name:
+            module = _MODULES.get(name, model_type)
+            try:
+                found = importlib.import_module(
+                    f"transformers.models.{module.replace('-', '_')}.processing_{module}"
+                )
+            except ModuleNotFoundError as error:
+                if "torchvision" in str(error):
+                    raise
+                continue
+            return getattr(found, name)
+    raise LookupError(f"transformers has no {name}")
+
+
+def _message(turn: Said) -> dict[str, Any]:
+    role, parts = turn
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in parts
+    ]
+    return {"role": role, "content": content}
+
+
+def _template(tokenizer: Any) -> Any:
+    return tokenizer.chat_template
+
+
+def _flat(pooled: Any) -> torch.Tensor:
+    pieces = [pooled] if isinstance(pooled, torch.Tensor) else list(pooled)
+    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
