@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread a matrix product: tests run many small models, and two cores are shared.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo up test unit check format proto train evaluate bench clean
+.PHONY: help demo up test unit check format proto exactness train evaluate bench clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ format: $(STAMP) ## Format the code.
 
 proto: $(STAMP) ## Regenerate the stubs under chiasm/v1 from proto/.
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
+
+exactness: $(STAMP) ## Compare the split of every model family with the whole model; print a table.
+	$(TEST_ENV) $(BIN)/python -m tests.families
 
 train: $(STAMP) ## Train the demo model anew (under an hour on two cores).
 	$(BIN)/python -m demo_model.train --out demo_model/checkpoint

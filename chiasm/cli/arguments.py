@@ -24,6 +24,7 @@ def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _add_up(commands)
     _add_demo(commands)
     _add_compare(commands)
+    _add_models(commands)
     _add(commands, "version", _version, "print the versions of Chiasm and of what it runs on")
     return parser.parse_args(arguments)
 
@@ -107,6 +108,20 @@ def _add_compare(commands: Any) -> None:
     )
 
 
+def _add_models(commands: Any) -> None:
+    models = _add(
+        commands,
+        "models",
+        _models,
+        "list the model families that are served and what each takes",
+        "Lists the model families whose split is tested: the model_type of their config.json, what "
+        "an embedding must come with, options of a request that count, and how the decoder runs.",
+    )
+    models.add_argument(
+        "--markdown", action="store_true", help="as the page docs/models.md of the documentation"
+    )
+
+
 def _add_system(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=_directory, help="checkpoint directory (the demo model)")
     parser.add_argument(
@@ -156,6 +171,12 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from chiasm.cli.compare import run
+
+    return run(options)
+
+
+def _models(options: argparse.Namespace) -> int:
+    from chiasm.cli.models import run
 
     return run(options)
 

@@ -51,8 +51,12 @@ def _no_marker(sources: Sources) -> str | None:
     return None
 
 
-def _paged(config: Any) -> Layers:
+def paged(config: Any) -> Layers:
     return "paged"
+
+
+def stateful(config: Any) -> Layers:
+    return "stateful"
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Family:
         marker: what the chat template writes once an image; None is the image token itself.
         positions: how tokens are placed.
         layers: how the decoder runs.
+        needs: what an embedding must come with, besides its rows: "grid_thw" or "image_size".
         options: names of request options that change something in this family.
     """
 
@@ -93,8 +98,14 @@ class Family:
     image_token_id: Callable[[Any], int] = _image_token_id
     marker: Callable[[Sources], str | None] = _no_marker
     positions: Positions = "flat"
-    layers: Callable[[Any], Layers] = _paged
+    layers: Callable[[Any], Layers] = paged
+    needs: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether embeddings of this family may carry levels beside their rows."""
+        return self.level_count is not _no_levels
 
     def contract(self, sources: Sources, identity: "EncoderIdentity") -> ImageContract:
         levels = self.level_count(sources.config)

@@ -15,7 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto import processing_auto
 
 from chiasm.models.checkpoint import open_checkpoint
 from chiasm.models.identity import IMAGE_BACKEND
@@ -23,6 +23,7 @@ from chiasm.models.identity import IMAGE_BACKEND
 Said = tuple[str, tuple[str | PIL.Image.Image, ...]]
 """A turn: the role, and text and pictures in order."""
 
+_CLASSES: Any = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
 # Where a processor class lies in another module than its model type says.
 _MODULES = {"LlavaOnevisionProcessor": "llava_onevision", "Qwen2_5_VLProcessor": "qwen2_5_vl"}
 
@@ -105,7 +106,7 @@ def processor_of(directory: Path) -> Any:
     name = settings.pop("processor_class", None) or checkpoint.tokenizer_settings().get(
         "processor_class"
     )
-    whole = _processor_class(name or PROCESSOR_MAPPING_NAMES[checkpoint.model_type])
+    whole = _processor_class(name or _CLASSES[checkpoint.model_type])
 
     class WithoutVideo(whole):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -134,7 +135,7 @@ def config_of(directory: Path) -> Any:
 
 
 def _processor_class(name: str) -> Any:
-    for model_type, known in PROCESSOR_MAPPING_NAMES.items():
+    for model_type, known in _CLASSES.items():
         if known == name:
             module = _MODULES.get(name, model_type)
             try:

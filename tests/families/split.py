@@ -9,7 +9,9 @@ from typing import Any, Self, cast
 import PIL.Image
 import torch
 
+from chiasm import torch_tensors
 from chiasm.models.contract import DEFAULT_OPTIONS
+from chiasm.models.identity import FeatureType
 from chiasm.models.language import LanguageHalf
 from chiasm.models.vision import VisionHalf
 from chiasm.v1 import llm_service_pb2
@@ -66,12 +68,18 @@ class Answer:
 class Split:
     """Both halves of a checkpoint and an engine; a context that ends the engine's thread."""
 
-    def __init__(self, directory: Path, settings: EngineSettings | None = None) -> None:
-        self.vision = VisionHalf.load(directory, model_id=MODEL_ID)
-        self.language = LanguageHalf.load(directory, model_id=MODEL_ID)
+    def __init__(
+        self,
+        directory: Path,
+        settings: EngineSettings | None = None,
+        dtype: FeatureType = "float32",
+    ) -> None:
+        kind = torch_tensors.dtype_of(dtype)
+        self.vision = VisionHalf.load(directory, model_id=MODEL_ID, dtype=kind)
+        self.language = LanguageHalf.load(directory, model_id=MODEL_ID, dtype=kind)
         self.builder = PromptBuilder(self.language)
         self.broken = False
-        served = LlmSettings(model=directory, vision="none", dtype="float32")
+        served = LlmSettings(model=directory, vision="none", dtype=dtype)
         self.engine = EmbeddedEngine(
             decoder_parts(served, self.language),
             cast(TokenDecoder, self.language.tokenizer),
