@@ -23,10 +23,11 @@ up: $(STAMP) ## Start all three services with the demo model and keep them runni
 	@$(BIN)/chiasm up
 
 test: unit ## Run all tests, with real servers on free ports.
+	$(TEST_ENV) $(BIN)/python -m pytest -m families -n 2
 	$(TEST_ENV) $(BIN)/python -m pytest -m system
 
 unit: $(STAMP) ## Run the tests that need no whole system, two at a time.
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not system" -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families" -n 2
 
 check: $(STAMP) ## Formatting, lint, types, import contracts, schema lint.
 	$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ same prompts one by one, then all at once, through scheduler and runner as the e
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,7 +51,10 @@ class Agreement:
 @dataclass
 class _Sequence:
     token_ids: list[int]
-    images: tuple[ImageSpan, ...] = field(default=())
+    images: tuple[ImageSpan, ...] = ()
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
+    prompt_tokens: int = 0
 
 
 def agreements(

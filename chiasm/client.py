@@ -18,14 +18,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from chiasm import wire
 from chiasm.conversation import (
     Embedding,
     Message,
+    Named,
+    Picture,
+    Reference,
     Sampling,
     embedding_from_wire,
     encode_request,
+    hold_request,
     messages_to_wire,
+    pool_request,
+    reference_from_wire,
 )
 from chiasm.errors import ChiasmError, Reason
 from chiasm.forms import Form
@@ -134,6 +143,34 @@ class Client:
             method.call_sync(channel, request, **self._call(request_id).options())
         )
 
+    def hold(
+        self,
+        picture: Picture | Reference | Named,
+        *,
+        return_features: bool = False,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> Reference:
+        """Has the LLM service hold the features of a picture; a part of later conversations."""
+        request = hold_request(picture, self._tenant, model, return_features)
+        channel = _present(self._llm, "llm")
+        options = self._call(request_id).options()
+        return reference_from_wire(LlmMethods.HOLD_EMBEDDING.call_sync(channel, request, **options))
+
+    def pool(
+        self,
+        picture: Picture | Reference | Named,
+        *,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """The mean of the picture's feature rows, scaled to length 1: `[width]`."""
+        request = pool_request(picture, self._tenant, model)
+        channel = _present(self._llm, "llm")
+        options = self._call(request_id).options()
+        reply = LlmMethods.POOL_IMAGE.call_sync(channel, request, **options)
+        return np.array(reply.message.values, np.float32)
+
     def generate(
         self,
         messages: Sequence[Message],
@@ -227,6 +264,36 @@ class AsyncClient:
         return embedding_from_wire(
             await EncoderMethods.ENCODE_IMAGE.call(channel, request, **options)
         )
+
+    async def hold(
+        self,
+        picture: Picture | Reference | Named,
+        *,
+        return_features: bool = False,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> Reference:
+        """Has the LLM service hold the features of a picture; a part of later conversations."""
+        request = hold_request(picture, self._tenant, model, return_features)
+        channel = _present(self._llm, "llm")
+        options = self._call(request_id).options()
+        return reference_from_wire(
+            await LlmMethods.HOLD_EMBEDDING.call(channel, request, **options)
+        )
+
+    async def pool(
+        self,
+        picture: Picture | Reference | Named,
+        *,
+        model: str = "",
+        request_id: str | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """The mean of the picture's feature rows, scaled to length 1: `[width]`."""
+        request = pool_request(picture, self._tenant, model)
+        channel = _present(self._llm, "llm")
+        options = self._call(request_id).options()
+        reply = await LlmMethods.POOL_IMAGE.call(channel, request, **options)
+        return np.array(reply.message.values, np.float32)
 
     async def generate(
         self,

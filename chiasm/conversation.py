@@ -2,8 +2,9 @@
 
     [system("Answer with one word."), user("What is this?", Path("cat.png")), assistant("A cat.")]
 
-A part is text (`str`), a picture file (`bytes` or `Path`), an `Embedding` from an encoder, or a
-float array `[rows, width]` of one's own.
+A part is text (`str`), a picture file (`bytes` or `Path`), an `Embedding` from an encoder, a float
+array `[rows, width]` of one's own, or a `Reference` to what the LLM service holds. `Named` gives
+the first four a name of one's own; a name alone stands for what was sent under it before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ class Embedding:
         source: how the encoder had them: computed, cache or shared.
         encoder_name: the instance that answered.
         timings: stage times, in seconds.
+        levels: further feature levels of the families that have them, each shaped as `features`.
     """
 
     features: tensors.Array
@@ -36,6 +38,7 @@ class Embedding:
     source: str
     encoder_name: str
     timings: encoder_service_pb2.EncodeTimings
+    levels: tuple[tensors.Array, ...] = ()
 
     @property
     def placeholder_count(self) -> int:
@@ -47,7 +50,36 @@ class Embedding:
         return self.features.to_float32()
 
 
-Part = str | bytes | Path | Embedding | npt.NDArray[Any]
+@dataclass(frozen=True)
+class Reference:
+    """Features that the LLM service holds for this tenant.
+
+    Attributes:
+        expires_unix_seconds: when it is gone at the latest; 0 if not known.
+        message: all metadata, without the tensor's bytes; None if not known.
+        features: shape `[row_count, width]`, if they were asked for.
+        levels: further feature levels, if there are any and they were asked for.
+    """
+
+    id: str
+    expires_unix_seconds: int = 0
+    message: image_pb2.ImageEmbedding | None = field(default=None, compare=False, repr=False)
+    features: tensors.Array | None = field(default=None, compare=False, repr=False)
+    levels: tuple[tensors.Array, ...] = field(default=(), compare=False, repr=False)
+
+
+Picture = bytes | Path | Embedding | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """A picture under a name of the caller's own, or the name alone once it was sent."""
+
+    name: str
+    picture: Picture | None = None
+
+
+Part = str | Picture | Reference | Named
 
 
 @dataclass(frozen=True)
@@ -139,18 +171,48 @@ def encode_request(picture: bytes | Path, tenant: str) -> wire.Wired[Any]:
     return wire.Wired(message, buffers)
 
 
+def hold_request(
+    picture: "Picture | Reference | Named", tenant: str, model: str, return_features: bool
+) -> wire.Wired[llm_service_pb2.HoldEmbeddingRequest]:
+    """The request that holds the features of one picture."""
+    buffers = wire.Buffers()
+    message = llm_service_pb2.HoldEmbeddingRequest(
+        model=model, tenant=tenant, part=_part(picture, buffers), return_features=return_features
+    )
+    return wire.Wired(message, buffers)
+
+
+def pool_request(
+    picture: "Picture | Reference | Named", tenant: str, model: str
+) -> wire.Wired[llm_service_pb2.PoolImageRequest]:
+    """The request that makes one vector of a picture."""
+    buffers = wire.Buffers()
+    message = llm_service_pb2.PoolImageRequest(
+        model=model, tenant=tenant, part=_part(picture, buffers)
+    )
+    return wire.Wired(message, buffers)
+
+
+def reference_from_wire(
+    reply: wire.Wired[llm_service_pb2.HoldEmbeddingResponse],
+) -> Reference:
+    """The reference of a reply, its features over the reply's own bytes."""
+    message, embedding = reply.message, reply.message.embedding
+    bare = _without_tensors(embedding)
+    name, expires = message.reference.id, message.expires_unix_seconds
+    if not embedding.features.data:
+        return Reference(name, expires, bare)
+    features, *levels = _arrays(embedding, reply.buffers)
+    return Reference(name, expires, bare, features, tuple(levels))
+
+
 def embedding_from_wire(
     reply: wire.Wired[encoder_service_pb2.EncodeImageResponse],
 ) -> Embedding:
     """The embedding of an encoder's reply, over the reply's own bytes."""
     message = reply.message
-    with within("embedding.features"):
-        features = tensors.from_wire(
-            message.embedding.features, reply.data(message.embedding.features.data)
-        )
-    bare = image_pb2.ImageEmbedding()
-    bare.CopyFrom(message.embedding)
-    bare.ClearField("features")
+    features, *levels = _arrays(message.embedding, reply.buffers)
+    bare = _without_tensors(message.embedding)
     source = encoder_service_pb2.EncodeSource.Name(message.source)
     return Embedding(
         features=features,
@@ -158,7 +220,25 @@ def embedding_from_wire(
         source=source.removeprefix("ENCODE_SOURCE_").lower(),
         encoder_name=message.encoder_name,
         timings=message.timings,
+        levels=tuple(levels),
     )
+
+
+def _arrays(embedding: image_pb2.ImageEmbedding, buffers: wire.Buffers) -> list[tensors.Array]:
+    """Features and levels over the message's own bytes."""
+    arrays = []
+    for number, tensor in enumerate((embedding.features, *embedding.levels)):
+        with within(f"embedding.levels[{number - 1}]" if number else "embedding.features"):
+            arrays.append(tensors.from_wire(tensor, buffers.get(tensor.data)))
+    return arrays
+
+
+def _without_tensors(embedding: image_pb2.ImageEmbedding) -> image_pb2.ImageEmbedding:
+    bare = image_pb2.ImageEmbedding()
+    bare.CopyFrom(embedding)
+    bare.ClearField("features")
+    bare.ClearField("levels")
+    return bare
 
 
 def _message(number: int, message: Message, buffers: wire.Buffers) -> llm_service_pb2.Message:
@@ -172,10 +252,20 @@ def _message(number: int, message: Message, buffers: wire.Buffers) -> llm_servic
 def _part(part: Part, buffers: wire.Buffers) -> llm_service_pb2.Part:
     if isinstance(part, str):
         return llm_service_pb2.Part(text=part)
+    if isinstance(part, Reference):
+        return llm_service_pb2.Part(reference=image_pb2.EmbeddingReference(id=part.id))
+    if isinstance(part, Named):
+        named = llm_service_pb2.Part()
+        if part.picture is not None:
+            named.CopyFrom(_part(part.picture, buffers))
+        named.alias = part.name
+        return named
     if isinstance(part, Embedding):
         embedding = image_pb2.ImageEmbedding()
         embedding.CopyFrom(part.message)
         embedding.features.CopyFrom(tensors.to_wire(part.features, buffers))
+        del embedding.levels[:]
+        embedding.levels.extend(tensors.to_wire(level, buffers) for level in part.levels)
         return llm_service_pb2.Part(embedding=embedding)
     if isinstance(part, np.ndarray):
         features = tensors.to_wire(tensors.from_numpy(part), buffers)
@@ -190,5 +280,6 @@ def _file(picture: bytes | Path) -> bytes:
         return picture
     raise ChiasmError(
         Reason.REQUEST_INVALID,
-        "A part is text, a picture's bytes or Path, an Embedding or a numpy array.",
+        "A part is text, a picture's bytes or Path, an Embedding, a numpy array, a Reference or a "
+        "Named picture.",
     )

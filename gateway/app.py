@@ -16,9 +16,11 @@ from starlette.routing import Route
 from chiasm.errors import ChiasmError, Reason
 from chiasm.rpc.channel import open_channel
 from chiasm.telemetry import new_registry
+from chiasm.v1.llm_service_pb2 import VISION_SOURCE_NONE
 from gateway.chat import Chat
 from gateway.http.body import BodyBudget
 from gateway.http.observed import Observed, exchange_of
+from gateway.image_embeddings import ImageEmbeddings
 from gateway.llm import Card, Llm
 from gateway.metrics import GatewayMetrics
 from gateway.openai.errors import plain_error
@@ -41,6 +43,7 @@ class Gateway:
 
     llm: Llm
     chat: Chat
+    images: ImageEmbeddings
     registry: CollectorRegistry
     readiness: Readiness
 
@@ -60,8 +63,9 @@ def create_app(
         llm, budget = Llm(channel), BodyBudget(settings.max_held_body_bytes)
         metrics.held_bytes.set_function(lambda: budget.held)
         chat = Chat(settings, llm, metrics, budget)
+        images = ImageEmbeddings(settings, llm, budget, chat.card_of)
         try:
-            yield {"gateway": Gateway(llm, chat, registry, readiness or Readiness())}
+            yield {"gateway": Gateway(llm, chat, images, registry, readiness or Readiness())}
         finally:
             await channel.close()
 
@@ -78,6 +82,14 @@ def create_app(
 
 async def _chat_completions(request: Request) -> Response:
     return await _gateway(request).chat.answer(request)
+
+
+async def _image_embeddings(request: Request) -> Response:
+    return await _gateway(request).images.hold(request)
+
+
+async def _embeddings(request: Request) -> Response:
+    return await _gateway(request).images.pool(request)
 
 
 async def _models(request: Request) -> Response:
@@ -111,6 +123,8 @@ async def _metrics(request: Request) -> Response:
 
 _ROUTES: Final = [
     Route("/v1/chat/completions", _chat_completions, methods=["POST"]),
+    Route("/v1/image_embeddings", _image_embeddings, methods=["POST"]),
+    Route("/v1/embeddings", _embeddings, methods=["POST"]),
     Route("/v1/models", _models, methods=["GET"]),
     Route("/v1/models/{id:path}", _model, methods=["GET"]),
     Route("/health", _health, methods=["GET"]),
@@ -134,6 +148,29 @@ def _model_of(card: Card) -> dict[str, Any]:
         "object": "model",
         "created": card.ready_unix_seconds,
         "owned_by": "chiasm",
+        "chiasm": _takes(card),
+    }
+
+
+def _takes(card: Card) -> dict[str, Any]:
+    """What the model takes beside text, for clients that make embeddings themselves."""
+    identity = card.encoder_identity
+    needs = {"image_grid_thw": card.needs_grid_thw, "image_sizes": card.needs_image_size}
+    return {
+        "family": card.family,
+        "title": card.family_title,
+        "context_length": card.context_length,
+        "images": card.vision_source != VISION_SOURCE_NONE,
+        "max_images": card.max_image_count,
+        "image_options": list(card.image_options),
+        "image_embeds": {
+            "width": identity.width * (1 + card.level_count),
+            "levels": card.level_count,
+            "needs": [name for name, needed in needs.items() if needed],
+            "weights_digest": identity.weights_digest,
+            "processor_digest": identity.processor_digest,
+        },
+        "reference_seconds": card.reference_seconds,
     }
 
 

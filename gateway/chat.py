@@ -17,8 +17,7 @@ from gateway.llm import Answers, Card, Llm
 from gateway.metrics import GatewayMetrics
 from gateway.openai.answer import Chunks, Form, Head, Json, Whole
 from gateway.openai.errors import error_body
-from gateway.openai.parse import parse_chat
-from gateway.openai.schema import ChatRequest
+from gateway.openai.parse import Parsed, parse_body
 from gateway.openai.translate import Places, check_model, translate
 from gateway.settings import GatewaySettings
 
@@ -62,18 +61,19 @@ class Chat:
         with self._budget.lease() as lease:
             body = await read_body(request, self._settings.max_body_bytes, lease)
             self._metrics.body_bytes.observe(len(body))
-            chat = parse_chat(body)
+            parsed = await parse_body(body)
             del body
+            chat = parsed.chat
             exchange.notes["stream"] = chat.stream
-            answers, places = await unless_gone(request.receive, self._ask(chat, exchange))
+            answers, places = await unless_gone(request.receive, self._ask(parsed, exchange))
         options = chat.stream_options
         usage = options is not None and options.include_usage
         form = Form(chat.n or 1, logprobs=bool(chat.logprobs))
         return Accepted(answers, places, Head(chat.model), chat.stream, usage, form)
 
-    async def _ask(self, chat: ChatRequest, exchange: Exchange) -> tuple[Answers, Places]:
-        card = await self._card_of(chat.model, exchange.request_id)
-        asked = await translate(chat, card, self._settings.pictures)
+    async def _ask(self, parsed: Parsed, exchange: Exchange) -> tuple[Answers, Places]:
+        card = await self.card_of(parsed.chat.model, exchange.request_id)
+        asked = await translate(parsed, card, self._settings.pictures)
         try:
             answers = await self._llm.generate(
                 asked.wired,
@@ -84,7 +84,8 @@ class Chat:
             raise _told(error, asked.places) from error
         return answers, asked.places
 
-    async def _card_of(self, model: str, request_id: str) -> Card:
+    async def card_of(self, model: str, request_id: str) -> Card:
+        """The card of `model`. Raises MODEL_NOT_FOUND."""
         card = await self._llm.card(request_id)
         if card.model_id != model:
             card = await self._llm.card(request_id, max_age=_RECHECK_SECONDS)

@@ -40,6 +40,30 @@ class Llm:
             self._card, self._read_at = answer.message, time.monotonic()
         return self._card
 
+    async def hold(
+        self,
+        request: wire.Wired[llm_service_pb2.HoldEmbeddingRequest],
+        *,
+        request_id: str,
+        seconds: float,
+    ) -> wire.Wired[llm_service_pb2.HoldEmbeddingResponse]:
+        """Has the service hold a picture's features. Raises ChiasmError."""
+        metadata = ((limits.REQUEST_ID, request_id),)
+        method = LlmMethods.HOLD_EMBEDDING
+        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+
+    async def pool(
+        self,
+        request: wire.Wired[llm_service_pb2.PoolImageRequest],
+        *,
+        request_id: str,
+        seconds: float,
+    ) -> wire.Wired[llm_service_pb2.PoolImageResponse]:
+        """One vector of a picture. Raises ChiasmError."""
+        metadata = ((limits.REQUEST_ID, request_id),)
+        method = LlmMethods.POOL_IMAGE
+        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+
     async def is_serving(self) -> bool:
         """Whether the service says within two seconds that it can answer."""
         stub = health_pb2_grpc.HealthStub(self._channel)

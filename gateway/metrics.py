@@ -7,7 +7,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from chiasm import telemetry
 
 _BODY_BUCKETS: Final = tuple(4**power for power in range(5, 15))  # 1 KiB to 256 MiB
-_ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"})
+_ROUTES: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/image_embeddings",
+        "/v1/embeddings",
+        "/v1/models",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+)
 
 
 class GatewayMetrics:

@@ -36,8 +36,13 @@ from llm_service.engine.values import (
     SamplingParams,
     TokenDecoder,
 )
+from llm_service.holding.holding import Stores
+from llm_service.holding.memory import MemoryStore
+from llm_service.holding.metrics import HoldingMetrics
+from llm_service.holding.shared import SharedStore
 from llm_service.metrics import EngineCollector, LlmMetrics
 from llm_service.pictures import PictureReader
+from llm_service.references import References
 from llm_service.request import read_sampling
 from llm_service.servicer import LlmServicer
 from llm_service.settings import LlmSettings
@@ -87,16 +92,24 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
         metrics = LlmMetrics(registry)
         vision = await _open_vision(settings, model, workers, metrics)
+        holding = _open_holding(settings, model, workers, registry)
         constraints = Compiler(_vocabulary(model), settings.constraints)
         try:
+            references = References(holding, workers)
             pictures = PictureReader(
-                model.contract, settings.image_limits, settings.max_request_pixels, vision, workers
+                model.contract,
+                settings.image_limits,
+                settings.max_request_pixels,
+                vision,
+                references,
+                workers,
             )
             servicer = LlmServicer(
                 settings,
                 model,
                 engine,
                 pictures,
+                references,
                 constraints,
                 workers,
                 metrics,
@@ -111,6 +124,7 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
                 await server.abort()
         finally:
             await constraints.close()
+            await holding.close()
             await vision.close()
 
 
@@ -172,6 +186,19 @@ async def _open_vision(
     )
     metrics.cache_bytes.set_function(lambda: entries.byte_count)
     return CachedSource(source, model.contract.expected_identity, entries, workers)
+
+
+def _open_holding(
+    settings: LlmSettings, model: LanguageHalf, workers: Executor, registry: CollectorRegistry
+) -> Stores:
+    metrics = HoldingMetrics(registry)
+    memory = MemoryStore(settings.reference_seconds, settings.reference_bytes, metrics.dropped)
+    metrics.watch(lambda: memory.byte_count)
+    where = settings.shared_references
+    shared = None
+    if where is not None:
+        shared = SharedStore(where, model.contract, workers, metrics.store_failed)
+    return Stores(memory, shared, metrics.found)
 
 
 def _load_vision(settings: LlmSettings) -> VisionHalf:

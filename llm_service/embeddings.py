@@ -13,7 +13,7 @@ import torch
 
 from chiasm import tensors, torch_tensors
 from chiasm.errors import ChiasmError, Reason, within
-from chiasm.models.contract import ContractError, Grid, ImageContract, ImageForm
+from chiasm.models.contract import ContractError, Grid, ImageContract, ImageForm, Size
 from chiasm.models.identity import EncoderIdentity
 from chiasm.models.wire import identity_from_wire
 from chiasm.v1 import image_pb2, tensor_pb2
@@ -30,6 +30,7 @@ class Rows:
         levels: extra levels of the families that have them, each shaped as `rows`.
         identity_checked: whether they came with the identity of the right encoder.
         digest: names the rows by content and encoder; empty until `named`.
+        image_size: height and width of the picture in pixels, where known. A claim of the sender.
     """
 
     rows: torch.Tensor
@@ -37,6 +38,7 @@ class Rows:
     identity_checked: bool
     levels: tuple[torch.Tensor, ...] = ()
     digest: bytes = b""
+    image_size: Size | None = None
 
     @property
     def byte_count(self) -> int:
@@ -73,7 +75,7 @@ def check_embedding(embedding: CallerEmbedding, contract: ImageContract) -> Rows
         _read_level(number, level, data, rows)
         for number, (level, data) in enumerate(zip(message.levels, embedding.levels, strict=True))
     )
-    return Rows(rows, form, identity_checked, levels)
+    return Rows(rows, form, identity_checked, levels, image_size=_size(message))
 
 
 def _check_identity(message: image_pb2.ImageEmbedding, expected: EncoderIdentity) -> bool:
@@ -159,7 +161,7 @@ def _grid(message: image_pb2.ImageEmbedding) -> Grid | None:
     return grid.temporal, grid.height, grid.width
 
 
-def _size(message: image_pb2.ImageEmbedding) -> tuple[int, int] | None:
+def _size(message: image_pb2.ImageEmbedding) -> Size | None:
     if not message.HasField("image_size"):
         return None
     return message.image_size.height, message.image_size.width

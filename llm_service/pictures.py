@@ -16,7 +16,8 @@ from chiasm.models.contract import (
 )
 from chiasm.v1 import llm_service_pb2
 from llm_service.embeddings import Rows, check_embedding
-from llm_service.request import CallerEmbedding, Picture, RawImage
+from llm_service.references import References
+from llm_service.request import CallerEmbedding, Picture, RawImage, Reference
 from llm_service.vision.local import image_fault
 from llm_service.vision.source import Asked, Fetched, VisionSource
 
@@ -30,7 +31,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A picture before encoding: what stands for it; rows if the caller sent them."""
+    """A picture before encoding: what stands for it; rows if they were sent or are held."""
 
     picture: Picture
     form: ImageForm
@@ -70,20 +71,26 @@ class PictureReader:
         limits: ImageLimits,
         max_request_pixels: int,
         vision: VisionSource,
+        references: References,
         workers: Executor,
     ) -> None:
         self._contract = contract
         self._limits = limits
         self._max_request_pixels = max_request_pixels
         self._vision = vision
+        self._references = references
         self._workers = workers
 
-    async def measure(self, pictures: Sequence[Picture]) -> list[Measured]:
+    async def measure(self, pictures: Sequence[Picture], tenant: str) -> list[Measured]:
         """Prompt tokens of each picture, from headers and the contract; nothing is decoded."""
         if not pictures:
             return []
+        whole = self._references.whole(pictures)
+        held = await self._references.look_up(whole, tenant)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._measure, pictures)
+        measured = await loop.run_in_executor(self._workers, self._measure, whole, held)
+        await self._references.check(whole, [one.rows for one in measured], tenant)
+        return measured
 
     async def fetch(self, measured: Sequence[Measured], asked: Asked) -> list[Ready]:
         """The rows of all pictures. The first failure ends the others."""
@@ -93,18 +100,26 @@ class PictureReader:
                 tasks = [group.create_task(self._fetch(one, asked)) for one in measured]
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
-        return [task.result() for task in tasks]
+        ready = [task.result() for task in tasks]
+        await self._references.record(
+            [one.picture for one in ready], [one.rows for one in ready], asked.tenant
+        )
+        return ready
 
-    def _measure(self, pictures: Sequence[Picture]) -> list[Measured]:
+    def _measure(self, pictures: Sequence[Picture], held: Sequence[Rows | None]) -> list[Measured]:
         measured: list[Measured] = []
         pixels = 0
-        for picture in pictures:
+        for picture, rows in zip(pictures, held, strict=True):
+            if rows is not None:
+                measured.append(Measured(picture, rows.form, rows))
+                continue
             with within(picture.place):
                 if isinstance(picture.content, CallerEmbedding):
                     rows = check_embedding(picture.content, self._contract)
                     rows = rows.named(self._contract.expected_identity)
                     measured.append(Measured(picture, rows.form, rows))
                     continue
+                assert isinstance(picture.content, RawImage)
                 height, width = self._size(picture.content)
                 form = self._form((height, width), picture.content.options)
             pixels += height * width
@@ -140,7 +155,9 @@ class PictureReader:
     async def _fetch(self, measured: Measured, asked: Asked) -> Ready:
         picture, content = measured.picture, measured.picture.content
         if measured.rows is not None:
-            return Ready(picture, measured.rows, _S.IMAGE_SOURCE_CALLER)
+            held = isinstance(content, Reference)
+            source = _S.IMAGE_SOURCE_REFERENCE if held else _S.IMAGE_SOURCE_CALLER
+            return Ready(picture, measured.rows, source)
         assert isinstance(content, RawImage)
         with within(picture.place):
             return _ready(picture, _same(await self._vision.encode(content, asked), measured.form))

@@ -5,7 +5,8 @@ version does not do yet is refused by name rather than left out silently.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_CHOICES = 128
+ALIAS_LIMIT = 256
+_ID_LIMIT = 128
 _TENANT_LIMIT = 256
+_FIRST_PART = "messages[0].parts[0]"
+AboutAPicture = llm_service_pb2.HoldEmbeddingRequest | llm_service_pb2.PoolImageRequest
 _SALT_LIMIT = 128
 
 
@@ -60,17 +65,38 @@ class CallerEmbedding:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture of either kind and where it stands in the request."""
+class Reference:
+    """Features that the service holds: under an id of its own, or the caller's alias if empty."""
 
-    content: RawImage | CallerEmbedding
+    id: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of any kind and where it stands in the request.
+
+    Attributes:
+        alias: the caller's own name of it within its tenant, empty if it gave none.
+    """
+
+    content: RawImage | CallerEmbedding | Reference
     message_index: int
     part_index: int
+    alias: str = ""
+
+    @property
+    def part(self) -> str:
+        return f"messages[{self.message_index}].parts[{self.part_index}]"
 
     @property
     def place(self) -> str:
-        kind = "image" if isinstance(self.content, RawImage) else "embedding"
-        return f"messages[{self.message_index}].parts[{self.part_index}].{kind}"
+        match self.content:
+            case RawImage():
+                return f"{self.part}.image"
+            case CallerEmbedding():
+                return f"{self.part}.embedding"
+            case Reference(id):
+                return f"{self.part}.{'reference' if id else 'alias'}"
 
 
 Part = Text | Picture
@@ -210,6 +236,31 @@ def check_token_ids(sampling: SamplingParams, vocabulary_size: int) -> None:
             )
 
 
+def read_picture(request: AboutAPicture, buffers: wire.Buffers) -> tuple[Picture, str]:
+    """The one picture of a request about one, and its tenant.
+
+    Errors name the first part of the first message: see `as_one_part`.
+    """
+    if len(request.tenant) > _TENANT_LIMIT:
+        raise _invalid("tenant", f"A tenant has at most {_TENANT_LIMIT} characters.")
+    part = _read_part(0, 0, request.part, buffers)
+    if isinstance(part, Text):
+        raise _invalid(
+            f"{_FIRST_PART}.text", "This takes a picture, an embedding, a reference or an alias."
+        )
+    return part, request.tenant
+
+
+@contextmanager
+def as_one_part() -> Iterator[None]:
+    """Tells the errors of a request that has a `part` and no messages."""
+    try:
+        yield
+    except ChiasmError as error:
+        error.field = error.field and error.field.replace(_FIRST_PART, "part", 1)
+        raise
+
+
 def _read_turn(number: int, message: llm_service_pb2.Message, buffers: wire.Buffers) -> Turn:
     place = f"messages[{number}]"
     role = _ROLES.get(message.role)
@@ -227,26 +278,36 @@ def _read_turn(number: int, message: llm_service_pb2.Message, buffers: wire.Buff
 
 def _read_part(number: int, index: int, part: llm_service_pb2.Part, buffers: wire.Buffers) -> Part:
     place = f"messages[{number}].parts[{index}]"
-    kind = part.WhichOneof("content")
-    if part.HasField("alias"):
-        raise ChiasmError(
-            Reason.UNSUPPORTED, "This version does not serve aliases.", f"{place}.alias"
-        )
+    kind, alias = part.WhichOneof("content"), _read_alias(part, place)
     if kind == "text":
+        if alias:
+            raise _invalid(f"{place}.alias", "An alias names a picture or an embedding, no text.")
         return Text(part.text)
     if kind == "image":
         with within(f"{place}.image"):
             options = _read_options(part.image.options)
-        return Picture(RawImage(buffers.get(part.image.data), options), number, index)
+        return Picture(RawImage(buffers.get(part.image.data), options), number, index, alias)
     if kind == "embedding":
-        return Picture(_caller_embedding(part.embedding, buffers), number, index)
+        return Picture(_caller_embedding(part.embedding, buffers), number, index, alias)
     if kind == "reference":
-        raise ChiasmError(
-            Reason.EMBEDDING_NOT_FOUND,
-            "The service holds no embedding of that reference; send the data.",
-            f"{place}.reference",
-        )
+        return Picture(Reference(_read_id(part.reference, place)), number, index, alias)
+    if alias:
+        return Picture(Reference(""), number, index, alias)
     raise _invalid(place, "A part is one of text, image, embedding and reference.")
+
+
+def _read_alias(part: llm_service_pb2.Part, place: str) -> str:
+    if not part.HasField("alias"):
+        return ""
+    if not 1 <= len(part.alias.encode()) <= ALIAS_LIMIT:
+        raise _invalid(f"{place}.alias", f"An alias has 1 to {ALIAS_LIMIT} bytes.")
+    return part.alias
+
+
+def _read_id(reference: image_pb2.EmbeddingReference, place: str) -> str:
+    if not 1 <= len(reference.id) <= _ID_LIMIT:
+        raise _invalid(f"{place}.reference", f"A reference has 1 to {_ID_LIMIT} characters.")
+    return reference.id
 
 
 def _read_options(message: image_pb2.ImageOptions) -> PixelOptions:
@@ -265,7 +326,8 @@ def _caller_embedding(message: image_pb2.ImageEmbedding, buffers: wire.Buffers) 
 
 def _check_count(messages: Iterable[llm_service_pb2.Message], limit: int) -> None:
     kinds = (part.WhichOneof("content") for message in messages for part in message.parts)
-    count = sum(kind in {"image", "embedding", "reference"} for kind in kinds)
+    # Without a content it is an alias, or an error.
+    count = sum(kind != "text" for kind in kinds)
     if count > limit:
         raise ChiasmError(
             Reason.TOO_MANY_IMAGES,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import chiasm
 from chiasm import wire
 from chiasm.errors import ChiasmError, Reason
+from chiasm.models.families import family_of
 from chiasm.models.language import LanguageHalf
 from chiasm.models.wire import identity_to_wire
 from chiasm.rpc import limits
@@ -31,8 +32,10 @@ from llm_service.engine.values import (
 )
 from llm_service.mailbox import Mailbox
 from llm_service.metrics import LlmMetrics
+from llm_service.picture_methods import PictureMethods
 from llm_service.pictures import Measured, PictureReader, Ready
 from llm_service.prompt import Layout, PromptBuilder, Run
+from llm_service.references import References
 from llm_service.request import (
     Conversation,
     check_model,
@@ -92,6 +95,7 @@ class LlmServicer:
         model: LanguageHalf,
         engine: Engine,
         pictures: PictureReader,
+        references: References,
         constraints: Compiler,
         workers: Executor,
         metrics: LlmMetrics,
@@ -106,6 +110,7 @@ class LlmServicer:
         self._metrics = metrics
         self._prompts = PromptBuilder(model)
         self._permits = Permits(settings.max_active_requests, metrics.refused.inc)
+        self._held = PictureMethods(settings, model.contract, pictures, references, self._permits)
         self._ready_at = int(time.time())
         self._is_draining = is_draining
 
@@ -116,6 +121,8 @@ class LlmServicer:
             {
                 "Generate": StreamMethod(_S.GenerateRequest, self.generate),
                 "CountTokens": UnaryMethod(_S.CountTokensRequest, self.count_tokens),
+                "HoldEmbedding": UnaryMethod(_S.HoldEmbeddingRequest, self._held.hold),
+                "PoolImage": UnaryMethod(_S.PoolImageRequest, self._held.pool),
                 "GetModel": UnaryMethod(_S.LlmServiceGetModelRequest, self.get_model),
                 "GetLoad": UnaryMethod(_S.LlmServiceGetLoadRequest, self.get_load),
             },
@@ -167,6 +174,7 @@ class LlmServicer:
     ) -> wire.Wired[llm_service_pb2.LlmServiceGetModelResponse]:
         """Describes the model and the limits."""
         settings, contract = self._settings, self._model.contract
+        family = family_of(self._model.family)
         return wire.plain(
             _S.LlmServiceGetModelResponse(
                 model_id=settings.served_name,
@@ -181,6 +189,12 @@ class LlmServicer:
                 max_message_bytes=limits.MAX_MESSAGE_BYTES,
                 ready_unix_seconds=self._ready_at,
                 version=chiasm.__version__,
+                family_title=family.title,
+                needs_grid_thw="grid_thw" in family.needs,
+                needs_image_size="image_size" in family.needs,
+                image_options=self._model.options,
+                layers=self._model.layers,
+                reference_seconds=max(1, int(settings.reference_seconds)),
             )
         )
 
@@ -213,7 +227,9 @@ class LlmServicer:
     async def _laid_out(self, conversation: Conversation) -> tuple[Layout, list[Measured]]:
         check_text(self._prompts.least_tokens(conversation), self._engine.context_length)
         loop = asyncio.get_running_loop()
-        measuring = asyncio.ensure_future(self._pictures.measure(conversation.pictures))
+        measuring = asyncio.ensure_future(
+            self._pictures.measure(conversation.pictures, conversation.tenant)
+        )
         rendering = loop.run_in_executor(self._workers, self._prompts.render, conversation)
         measured, rendered = await asyncio.gather(measuring, rendering)
         forms = [one.form for one in measured]

@@ -1,10 +1,11 @@
 """Settings of the LLM service, from flags and `CHIASM_LLM_*` variables."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from chiasm.images import DEFAULT_LIMITS, ImageLimits
@@ -15,9 +16,11 @@ from chiasm.telemetry import LogFormat, LogLevel
 if TYPE_CHECKING:
     from llm_service.constraint.limits import ConstraintLimits
     from llm_service.engine.values import EngineSettings
+    from llm_service.holding.shared import SharedSettings
 
 Vision = Literal["none", "local", "remote"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+_STORE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class LlmSettings(Settings):
@@ -87,6 +90,24 @@ class LlmSettings(Settings):
     embedding_cache_bytes: int = Field(
         256 << 20, ge=0, description="Bytes of embeddings that are kept; 0 keeps none."
     )
+    reference_seconds: float = Field(
+        3600, gt=0, description="Seconds for which embeddings are held under a reference."
+    )
+    reference_bytes: int = Field(
+        1 << 30,
+        ge=0,
+        description="Bytes of embeddings that this process holds for references; the oldest leave "
+        "first.",
+    )
+    reference_store: SecretStr | None = Field(
+        None,
+        description="Redis or Valkey in which several LLM services share what they hold, as "
+        "redis://[user:password@]host:port[/number]. Needs the package chiasm[redis]. Default: "
+        "none.",
+    )
+    reference_store_timeout_seconds: float = Field(
+        1, gt=0, description="Longest wait for the store; then the service goes on without it."
+    )
     max_constraint_bytes: int = Field(
         64 << 10, ge=1, description="Largest schema, grammar or regular expression, in bytes."
     )
@@ -124,6 +145,8 @@ class LlmSettings(Settings):
             raise ValueError("decode_stretch must be above 1, or 0 for no limit")
         if self.vision == "remote" and not self.encoder_targets:
             raise ValueError("vision is remote, so encoders must name at least one host:port")
+        if self.reference_store is not None:
+            _check_store(self.reference_store.get_secret_value())
         return self
 
     @property
@@ -162,6 +185,19 @@ class LlmSettings(Settings):
         )
 
     @property
+    def shared_references(self) -> "SharedSettings | None":
+        # Loads torch.
+        from llm_service.holding.shared import SharedSettings
+
+        if self.reference_store is None:
+            return None
+        return SharedSettings(
+            url=self.reference_store.get_secret_value(),
+            seconds=self.reference_seconds,
+            timeout=self.reference_store_timeout_seconds,
+        )
+
+    @property
     def server(self) -> ServerSettings:
         return ServerSettings(
             host=self.host,
@@ -170,3 +206,10 @@ class LlmSettings(Settings):
             grace_seconds=self.grace_seconds,
             connection_age_seconds=self.connection_age_seconds,
         )
+
+
+def _check_store(url: str) -> None:
+    if not url.startswith(_STORE_SCHEMES):
+        raise ValueError("reference_store begins with redis://, rediss:// or unix://")
+    if importlib.util.find_spec("redis") is None:
+        raise ValueError("reference_store needs the package redis: pip install 'chiasm[redis]'")

@@ -91,13 +91,20 @@ def half_class(config: PreTrainedConfig, absent: tuple[str, ...]) -> Any:
 
 def _leave_out(model: Any, absent: tuple[str, ...]) -> None:
     for path in absent:
-        model.set_submodule(path, Absent(path))
+        # Some checkpoints of a family lack a whole tower, e.g. that for sound.
+        if _holds(model, path):
+            model.set_submodule(path, Absent(path))
     model._keys_to_ignore_on_load_unexpected |= {_stored_under(path) for path in absent}
     model.all_tied_weights_keys = {
         target: source
         for target, source in model.all_tied_weights_keys.items()
         if not target.startswith(absent) and not source.startswith(absent)
     }
+
+
+def _holds(model: nn.Module, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(parent), name, None) is not None
 
 
 def brief(error: Exception) -> str:

@@ -106,7 +106,6 @@ class LanguageHalf:
         model: Any = load_half(checkpoint, config, family.vision_modules, dtype, device)
         text = config.text_config
         _check_width(checkpoint, text.hidden_size, identity.width)
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
             family=family.model_type,
             model=model,
@@ -123,8 +122,8 @@ class LanguageHalf:
             width=text.hidden_size,
             layer_count=text.num_hidden_layers,
             head_count=text.num_attention_heads,
-            kv_head_count=text.num_key_value_heads,
-            head_dim=head_dim,
+            kv_head_count=_most(text, "num_key_value_heads"),
+            head_dim=_most(text, "head_dim") or text.hidden_size // text.num_attention_heads,
             vocab_size=text.vocab_size,
             generation=_generation_defaults(checkpoint.generation_settings()),
             contract=family.contract(sources, identity),
@@ -151,6 +150,12 @@ class LanguageHalf:
             image_grid_thw=torch.tensor(grids),
         )
         return placed[:, 0], int(delta)
+
+
+def _most(text: Any, name: str) -> int:
+    """The greatest value of a setting that may differ from layer to layer; 0 if none has it."""
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return max(getattr(layer, name, None) or 0 for layer in layers)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:

@@ -35,6 +35,8 @@ MAX_ASPECT_RATIO = 200
 
 # Height and width of the two pictures that prove a tower.
 _PROOF_SIZES = ((32, 48), (48, 32))
+# Where a processor gives these, it lays an image's tiles side by side: images do not stack.
+_PACKED = "target_sizes"
 # Pixels of an edge, for towers that state none: work is counted in patches of this size.
 _USUAL_PATCH_SIZE = 14
 
@@ -187,10 +189,10 @@ class VisionHalf:
         output = self.model.get_image_features(
             **{name: self._stacked(name, group) for name in group[0].tensors}, return_dict=True
         )
-        pooled = _per_image(output.pooler_output, len(group))
+        counts = [pixels.placeholder_count for pixels in group]
+        pooled = _per_image(output.pooler_output, counts)
         levels = [
-            _per_image(level, len(group))
-            for level in getattr(output, "deepstack_features", None) or ()
+            _per_image(level, counts) for level in getattr(output, "deepstack_features", None) or ()
         ]
         for place, pixels in enumerate(group):
             yield self._features(pixels, pooled[place], [level[place] for level in levels])
@@ -204,10 +206,6 @@ class VisionHalf:
     def _features(
         self, pixels: PixelInputs, rows: torch.Tensor, levels: Iterable[torch.Tensor]
     ) -> ImageFeatures:
-        if len(rows) != pixels.placeholder_count:
-            raise ContractError(
-                f"the tower gave {len(rows)} rows for an image that has {pixels.placeholder_count}"
-            )
         return ImageFeatures(
             rows=_owned(rows),
             levels=tuple(_owned(level) for level in levels),
@@ -231,7 +229,8 @@ class VisionHalf:
 
 
 def _patch_size(config: PreTrainedConfig) -> int:
-    return int(getattr(config.vision_config, "patch_size", _USUAL_PATCH_SIZE))
+    side = getattr(config.vision_config, "patch_size", _USUAL_PATCH_SIZE)
+    return int(side[0] if isinstance(side, list | tuple) else side)
 
 
 def _check_image(image: PIL.Image.Image) -> None:
@@ -259,7 +258,7 @@ def _grid(tensors: Mapping[str, torch.Tensor]) -> Grid | None:
 
 
 def _forwards(batch: Sequence[PixelInputs], bit_exact: bool) -> Iterator[Sequence[PixelInputs]]:
-    if bit_exact:
+    if bit_exact or any(_PACKED in pixels.tensors for pixels in batch):
         return iter([[pixels] for pixels in batch])
     return (list(group) for _, group in groupby(batch, key=_shapes))
 
@@ -268,11 +267,13 @@ def _shapes(pixels: PixelInputs) -> list[tuple[str, tuple[int, ...]]]:
     return sorted((name, tuple(tensor.shape)) for name, tensor in pixels.tensors.items())
 
 
-def _per_image(pooled: Any, image_count: int) -> list[torch.Tensor]:
+def _per_image(pooled: Any, counts: Sequence[int]) -> list[torch.Tensor]:
     """`[rows, width]` of each image, from whichever container the family returns."""
     pieces = [pooled] if isinstance(pooled, torch.Tensor) else list(pooled)
     flat = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
-    return list(flat.tensor_split(image_count))
+    if len(flat) != sum(counts):
+        raise ContractError(f"the tower gave {len(flat)} rows for images that have {counts}")
+    return list(flat.split_with_sizes(list(counts)))
 
 
 def _owned(rows: torch.Tensor) -> torch.Tensor:

@@ -224,6 +224,12 @@ class LlmMethods:
     GENERATE = Method[_L.GenerateRequest, _L.GenerateResponse](
         f"{_LLM}/Generate", _L.GenerateResponse
     )
+    HOLD_EMBEDDING = Method[_L.HoldEmbeddingRequest, _L.HoldEmbeddingResponse](
+        f"{_LLM}/HoldEmbedding", _L.HoldEmbeddingResponse
+    )
+    POOL_IMAGE = Method[_L.PoolImageRequest, _L.PoolImageResponse](
+        f"{_LLM}/PoolImage", _L.PoolImageResponse
+    )
     COUNT_TOKENS = Method[_L.CountTokensRequest, _L.CountTokensResponse](
         f"{_LLM}/CountTokens", _L.CountTokensResponse
     )

@@ -158,8 +158,10 @@ class Part(_message.Message):
     text: _builtins.str
     """Plain text. It never becomes a special token or a placeholder."""
     alias: _builtins.str
-    """The caller's own name of the picture within its tenant, at most 256 bytes. Only an alias: the
-    same name with other bytes is an error, never the old picture.
+    """The caller's own name of the picture within its tenant, 1 to 256 bytes. Beside a picture or an
+    embedding it names them; alone it stands for what it named, or else EMBEDDING_NOT_FOUND. The
+    same name with other bytes is REQUEST_INVALID, never the old picture. Names last as long as
+    references.
     """
     @_builtins.property
     def image(self) -> _image_pb2.Image:
@@ -956,6 +958,150 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class HoldEmbeddingRequest(_message.Message):
+    """A picture whose features are to be held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    RETURN_FEATURES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Served name of the model. Empty: the one that is loaded."""
+    tenant: _builtins.str
+    """Owner of the reference: no other tenant's request can use it. Empty: the shared tenant."""
+    return_features: _builtins.bool
+    """Send the features back. Those too large for one message are refused with TENSOR_TOO_LARGE; an
+    encoder service streams them.
+    """
+    @_builtins.property
+    def part(self) -> Global___Part:
+        """A picture, an embedding, a reference or an alias; text is refused. Required."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        part: Global___Part | None = ...,
+        return_features: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "part", b"part", "return_features", b"return_features", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldEmbeddingRequest: _TypeAlias = HoldEmbeddingRequest  # noqa: Y015
+
+@_typing.final
+class HoldEmbeddingResponse(_message.Message):
+    """Features that the service holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    expires_unix_seconds: _builtins.int
+    """Unix time in seconds at which the reference expires. It may be given up earlier for room."""
+    @_builtins.property
+    def reference(self) -> _image_pb2.EmbeddingReference:
+        """Stands for the features in later requests of the tenant."""
+
+    @_builtins.property
+    def embedding(self) -> _image_pb2.ImageEmbedding:
+        """All that is known of them: type, shape, rows, placeholders, grid, size, identity where it was
+        checked. The elements themselves only if asked for.
+        """
+
+    @_builtins.property
+    def path(self) -> Global___ImagePath:
+        """How the features were had; message and part index are 0."""
+
+    def __init__(
+        self,
+        *,
+        reference: _image_pb2.EmbeddingReference | None = ...,
+        embedding: _image_pb2.ImageEmbedding | None = ...,
+        expires_unix_seconds: _builtins.int = ...,
+        path: Global___ImagePath | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "path", b"path", "reference", b"reference"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "expires_unix_seconds", b"expires_unix_seconds", "path", b"path", "reference", b"reference"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldEmbeddingResponse: _TypeAlias = HoldEmbeddingResponse  # noqa: Y015
+
+@_typing.final
+class PoolImageRequest(_message.Message):
+    """A picture to be made one vector of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Served name of the model. Empty: the one that is loaded."""
+    tenant: _builtins.str
+    """Owner of cache entries, references and aliases. Empty: the shared tenant."""
+    @_builtins.property
+    def part(self) -> Global___Part:
+        """A picture, an embedding, a reference or an alias; text is refused. Required."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        part: Global___Part | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "part", b"part", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolImageRequest: _TypeAlias = PoolImageRequest  # noqa: Y015
+
+@_typing.final
+class PoolImageResponse(_message.Message):
+    """One vector of a picture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The mean of the feature rows divided by its Euclidean length; all zeros if that is zero. As
+        many values as a row has. The language model's own space, not trained for retrieval.
+        """
+
+    @_builtins.property
+    def path(self) -> Global___ImagePath:
+        """How the features were had; message and part index are 0."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        path: Global___ImagePath | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolImageResponse: _TypeAlias = PoolImageResponse  # noqa: Y015
+
+@_typing.final
 class CountTokensRequest(_message.Message):
     """A prompt to count."""
 
@@ -1062,6 +1208,12 @@ class LlmServiceGetModelResponse(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     READY_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    FAMILY_TITLE_FIELD_NUMBER: _builtins.int
+    NEEDS_GRID_THW_FIELD_NUMBER: _builtins.int
+    NEEDS_IMAGE_SIZE_FIELD_NUMBER: _builtins.int
+    IMAGE_OPTIONS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    REFERENCE_SECONDS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Served name."""
     family: _builtins.str
@@ -1084,9 +1236,23 @@ class LlmServiceGetModelResponse(_message.Message):
     """Unix time in seconds at which the service was ready."""
     version: _builtins.str
     """Version of Chiasm."""
+    family_title: _builtins.str
+    """The family's name as people know it, for instance `LLaVA 1.5`."""
+    needs_grid_thw: _builtins.bool
+    """An embedding must come with its patch grid."""
+    needs_image_size: _builtins.bool
+    """An embedding must come with the size of its picture, unless its rows tell its form."""
+    layers: _builtins.str
+    """How the decoder runs: `paged`, many requests in a step, or `stateful`, each alone."""
+    reference_seconds: _builtins.int
+    """Seconds for which references are held."""
     @_builtins.property
     def encoder_identity(self) -> _image_pb2.EncoderIdentity:
         """Identity that an embedding must have, if it has one."""
+
+    @_builtins.property
+    def image_options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the options of a picture that change something in this family."""
 
     def __init__(
         self,
@@ -1103,10 +1269,16 @@ class LlmServiceGetModelResponse(_message.Message):
         max_message_bytes: _builtins.int = ...,
         ready_unix_seconds: _builtins.int = ...,
         version: _builtins.str = ...,
+        family_title: _builtins.str = ...,
+        needs_grid_thw: _builtins.bool = ...,
+        needs_image_size: _builtins.bool = ...,
+        image_options: _abc.Iterable[_builtins.str] | None = ...,
+        layers: _builtins.str = ...,
+        reference_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoder_identity", b"encoder_identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "encoder_identity", b"encoder_identity", "family", b"family", "level_count", b"level_count", "max_image_bytes", b"max_image_bytes", "max_image_count", b"max_image_count", "max_image_pixels", b"max_image_pixels", "max_message_bytes", b"max_message_bytes", "model_id", b"model_id", "ready_unix_seconds", b"ready_unix_seconds", "version", b"version", "vision_source", b"vision_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "encoder_identity", b"encoder_identity", "family", b"family", "family_title", b"family_title", "image_options", b"image_options", "layers", b"layers", "level_count", b"level_count", "max_image_bytes", b"max_image_bytes", "max_image_count", b"max_image_count", "max_image_pixels", b"max_image_pixels", "max_message_bytes", b"max_message_bytes", "model_id", b"model_id", "needs_grid_thw", b"needs_grid_thw", "needs_image_size", b"needs_image_size", "ready_unix_seconds", b"ready_unix_seconds", "reference_seconds", b"reference_seconds", "version", b"version", "vision_source", b"vision_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

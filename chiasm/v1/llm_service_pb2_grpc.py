@@ -40,6 +40,16 @@ class LlmServiceStub(object):
                 request_serializer=chiasm_dot_v1_dot_llm__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=chiasm_dot_v1_dot_llm__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.HoldEmbedding = channel.unary_unary(
+                '/chiasm.v1.LlmService/HoldEmbedding',
+                request_serializer=chiasm_dot_v1_dot_llm__service__pb2.HoldEmbeddingRequest.SerializeToString,
+                response_deserializer=chiasm_dot_v1_dot_llm__service__pb2.HoldEmbeddingResponse.FromString,
+                _registered_method=True)
+        self.PoolImage = channel.unary_unary(
+                '/chiasm.v1.LlmService/PoolImage',
+                request_serializer=chiasm_dot_v1_dot_llm__service__pb2.PoolImageRequest.SerializeToString,
+                response_deserializer=chiasm_dot_v1_dot_llm__service__pb2.PoolImageResponse.FromString,
+                _registered_method=True)
         self.CountTokens = channel.unary_unary(
                 '/chiasm.v1.LlmService/CountTokens',
                 request_serializer=chiasm_dot_v1_dot_llm__service__pb2.CountTokensRequest.SerializeToString,
@@ -64,6 +74,21 @@ class LlmServiceServicer(object):
     def Generate(self, request, context):
         """Answers a conversation. A stream of deltas that ends with exactly one `finished`, or with an
         error status. Leaving the stream cancels the work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldEmbedding(self, request, context):
+        """Holds the features of one picture for later requests of the same tenant. Holding the same
+        features again gives the same reference and a new age.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PoolImage(self, request, context):
+        """One vector for a picture: the mean of its feature rows, scaled to length 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +122,16 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=chiasm_dot_v1_dot_llm__service__pb2.GenerateRequest.FromString,
                     response_serializer=chiasm_dot_v1_dot_llm__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'HoldEmbedding': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldEmbedding,
+                    request_deserializer=chiasm_dot_v1_dot_llm__service__pb2.HoldEmbeddingRequest.FromString,
+                    response_serializer=chiasm_dot_v1_dot_llm__service__pb2.HoldEmbeddingResponse.SerializeToString,
+            ),
+            'PoolImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.PoolImage,
+                    request_deserializer=chiasm_dot_v1_dot_llm__service__pb2.PoolImageRequest.FromString,
+                    response_serializer=chiasm_dot_v1_dot_llm__service__pb2.PoolImageResponse.SerializeToString,
             ),
             'CountTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CountTokens,
@@ -142,6 +177,60 @@ class LlmService(object):
             '/chiasm.v1.LlmService/Generate',
             chiasm_dot_v1_dot_llm__service__pb2.GenerateRequest.SerializeToString,
             chiasm_dot_v1_dot_llm__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldEmbedding(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chiasm.v1.LlmService/HoldEmbedding',
+            chiasm_dot_v1_dot_llm__service__pb2.HoldEmbeddingRequest.SerializeToString,
+            chiasm_dot_v1_dot_llm__service__pb2.HoldEmbeddingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PoolImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chiasm.v1.LlmService/PoolImage',
+            chiasm_dot_v1_dot_llm__service__pb2.PoolImageRequest.SerializeToString,
+            chiasm_dot_v1_dot_llm__service__pb2.PoolImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

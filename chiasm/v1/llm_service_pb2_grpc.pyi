@@ -37,6 +37,12 @@ class LlmServiceStub:
     """Answers a conversation. A stream of deltas that ends with exactly one `finished`, or with an
     error status. Leaving the stream cancels the work.
     """
+    HoldEmbedding: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.HoldEmbeddingRequest, _llm_service_pb2.HoldEmbeddingResponse]
+    """Holds the features of one picture for later requests of the same tenant. Holding the same
+    features again gives the same reference and a new age.
+    """
+    PoolImage: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.PoolImageRequest, _llm_service_pb2.PoolImageResponse]
+    """One vector for a picture: the mean of its feature rows, scaled to length 1."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.CountTokensRequest, _llm_service_pb2.CountTokensResponse]
     """Counts the tokens of a prompt without generating or encoding anything."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.LlmServiceGetModelRequest, _llm_service_pb2.LlmServiceGetModelResponse]
@@ -53,6 +59,12 @@ class LlmServiceAsyncStub(LlmServiceStub):
     """Answers a conversation. A stream of deltas that ends with exactly one `finished`, or with an
     error status. Leaving the stream cancels the work.
     """
+    HoldEmbedding: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.HoldEmbeddingRequest, _llm_service_pb2.HoldEmbeddingResponse]  # type: ignore[assignment]
+    """Holds the features of one picture for later requests of the same tenant. Holding the same
+    features again gives the same reference and a new age.
+    """
+    PoolImage: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.PoolImageRequest, _llm_service_pb2.PoolImageResponse]  # type: ignore[assignment]
+    """One vector for a picture: the mean of its feature rows, scaled to length 1."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.CountTokensRequest, _llm_service_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt without generating or encoding anything."""
     GetModel: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.LlmServiceGetModelRequest, _llm_service_pb2.LlmServiceGetModelResponse]  # type: ignore[assignment]
@@ -72,6 +84,24 @@ class LlmServiceServicer(metaclass=_abc_1.ABCMeta):
         """Answers a conversation. A stream of deltas that ends with exactly one `finished`, or with an
         error status. Leaving the stream cancels the work.
         """
+
+    @_abc_1.abstractmethod
+    def HoldEmbedding(
+        self,
+        request: _llm_service_pb2.HoldEmbeddingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_service_pb2.HoldEmbeddingResponse, _abc.Awaitable[_llm_service_pb2.HoldEmbeddingResponse]]:
+        """Holds the features of one picture for later requests of the same tenant. Holding the same
+        features again gives the same reference and a new age.
+        """
+
+    @_abc_1.abstractmethod
+    def PoolImage(
+        self,
+        request: _llm_service_pb2.PoolImageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_service_pb2.PoolImageResponse, _abc.Awaitable[_llm_service_pb2.PoolImageResponse]]:
+        """One vector for a picture: the mean of its feature rows, scaled to length 1."""
 
     @_abc_1.abstractmethod
     def CountTokens(

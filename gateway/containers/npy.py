@@ -14,12 +14,13 @@ from gateway.containers.array import (
     ContainerError,
     EmbeddingArray,
     Order,
+    Wanted,
+    check_dtype,
     check_length,
     check_shape,
     element_type,
     pack,
     printable,
-    wrong_dtype,
 )
 
 MAGIC: Final = b"\x93NUMPY"
@@ -30,32 +31,40 @@ _ITEM: Final = re.compile(
         \s*(?P<value>'[^']*'|"[^"]*"|True|False|\([0-9,\s]*\))\s*(?:,|$)""",
     re.VERBOSE,
 )
-_DESCR: Final = re.compile(r"([<>])(f[248])")
-_DTYPES: Final = {"f2": "float16", "f4": "float32", "f8": "float64"}
+_DESCR: Final = re.compile(r"([<>])(f[248]|i[48])")
+_DTYPES: Final = {
+    "f2": "float16",
+    "f4": "float32",
+    "f8": "float64",
+    "i4": "int32",
+    "i8": "int64",
+}
 _LONGEST_EXTENT: Final = 19  # digits of 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
+    descr: str
     dtype: str
     byte_order: Order
     memory_order: Literal["C", "F"]
     shape: tuple[int, ...]
 
 
-def read_npy(payload: memoryview, *, limit_bytes: int) -> EmbeddingArray:
+def read_npy(payload: memoryview, wanted: Wanted) -> EmbeddingArray:
     """The array of a `.npy` file. Raises `ContainerError`."""
     text, body = _split(payload)
     header = _parse(text)
-    check_shape("npy", header.dtype, header.shape, limit_bytes=limit_bytes)
-    check_length("npy", header.dtype, header.shape, len(body))
+    check_dtype("npy", header.dtype, header.descr, wanted)
+    check_shape("npy", header.dtype, header.shape, wanted)
+    check_length("npy", header.dtype, header.shape, len(body), wanted)
     elements = np.ndarray(
         header.shape,
         dtype=element_type(header.dtype, header.byte_order),
         buffer=body,
         order=header.memory_order,
     )
-    return pack("npy", header.dtype, elements)
+    return pack("npy", header.dtype, elements, wanted)
 
 
 def _split(payload: memoryview) -> tuple[str, memoryview]:
@@ -78,9 +87,10 @@ def _parse(text: str) -> _Header:
         raise _malformed(text)
     if items["fortran_order"] not in ("True", "False") or items["descr"][0] not in "'\"":
         raise _malformed(text)
-    dtype, byte_order = _dtype(items["descr"][1:-1])
+    descr = items["descr"][1:-1]
+    dtype, byte_order = _dtype(descr)
     memory_order: Literal["C", "F"] = "F" if items["fortran_order"] == "True" else "C"
-    return _Header(dtype, byte_order, memory_order, _shape(items["shape"]))
+    return _Header(descr, dtype, byte_order, memory_order, _shape(items["shape"]))
 
 
 def _items(text: str) -> dict[str, str]:
@@ -106,7 +116,7 @@ def _dtype(descr: str) -> tuple[str, Order]:
         raise _refusal("holds pickled objects, which are never loaded")
     if descr[1:] == "V2":
         raise _refusal("has element type V2, which may be bfloat16, a type unknown to this format")
-    raise wrong_dtype("npy", descr)
+    return "", "little"  # a type that no reader takes
 
 
 def _shape(value: str) -> tuple[int, ...]:

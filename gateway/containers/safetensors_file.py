@@ -13,19 +13,28 @@ import numpy as np
 from gateway.containers.array import (
     ContainerError,
     EmbeddingArray,
+    Wanted,
+    check_dtype,
     check_length,
     check_shape,
     element_type,
     pack,
     printable,
-    wrong_dtype,
 )
 
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER: Final = 2**18  # bytes; one tensor takes about 80
+_MAX_COMMAS: Final = 1024  # one tensor has 4; a parsed name takes twenty times its bytes
 _MOST_NAMES: Final = 8  # shown in a message
 _LARGEST: Final = 2**63 - 1
-_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+DTYPES: Final = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 def looks_like_safetensors(payload: memoryview) -> bool:
@@ -33,28 +42,34 @@ def looks_like_safetensors(payload: memoryview) -> bool:
     return len(payload) > _LENGTH_BYTES and payload[_LENGTH_BYTES] == ord("{")
 
 
-def read_safetensors(payload: memoryview, *, limit_bytes: int) -> EmbeddingArray:
+def read_safetensors(payload: memoryview, wanted: Wanted) -> EmbeddingArray:
     """The only tensor of a safetensors file, whatever its name. Raises `ContainerError`."""
-    header, body = _split(payload)
-    dtype, shape, (begin, end) = _fields(_only_tensor(header))
-    check_shape("safetensors", dtype, shape, limit_bytes=limit_bytes)
+    header, body = split_file(payload)
+    found, shape, (begin, end) = fields_of(_only_tensor(header))
+    dtype = DTYPES.get(found, "")
+    check_dtype("safetensors", dtype, found, wanted)
+    check_shape("safetensors", dtype, shape, wanted)
     if begin != 0 or end != len(body):
         raise _refusal(f"has data_offsets [{begin}, {end}] for a body of {len(body)} bytes")
-    check_length("safetensors", dtype, shape, len(body))
+    check_length("safetensors", dtype, shape, len(body), wanted)
     elements = np.ndarray(shape, dtype=element_type(dtype, "little"), buffer=body)
-    return pack("safetensors", dtype, elements)
+    return pack("safetensors", dtype, elements, wanted)
 
 
-def _split(payload: memoryview) -> tuple[dict[str, Any], memoryview]:
+def split_file(payload: memoryview) -> tuple[dict[str, Any], memoryview]:
     length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + length
     if length > _MAX_HEADER or start > len(payload):
         text = f"says that its header takes {length} bytes; at most {_MAX_HEADER} are read,"
         raise _refusal(f"{text} and {len(payload) - _LENGTH_BYTES} follow")
-    return _parse(payload[_LENGTH_BYTES:start]), payload[start:]
+    return _parse(bytes(payload[_LENGTH_BYTES:start])), payload[start:]
 
 
-def _parse(text: memoryview) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
+    if text.count(b",") > _MAX_COMMAS:
+        raise _refusal(
+            f"has more than {_MAX_COMMAS} commas in its header, far more than one tensor"
+        )
     try:
         header = json.loads(
             str(text, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
@@ -90,18 +105,16 @@ def _only_tensor(header: dict[str, Any]) -> Any:
     raise _refusal(f"holds {len(header)} tensors ({names}{more})" if header else "holds no tensor")
 
 
-def _fields(tensor: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+def fields_of(tensor: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
         raise _refusal("describes its tensor by other fields than dtype, shape and data_offsets")
     dtype = tensor["dtype"]
     if not isinstance(dtype, str):
         raise _refusal("has a dtype that is not text")
-    if dtype not in _DTYPES:
-        raise wrong_dtype("safetensors", dtype)
     offsets = _sizes(tensor["data_offsets"])
     if len(offsets) != 2:
         raise _refusal("has data_offsets that are not a pair")
-    return _DTYPES[dtype], _sizes(tensor["shape"]), (offsets[0], offsets[1])
+    return dtype, _sizes(tensor["shape"]), (offsets[0], offsets[1])
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from gateway.containers.array import ContainerError, printable, wrong_dtype
+from gateway.containers.array import ContainerError, printable
 
 _MEND: Final = "save a dense CPU tensor with torch.save(tensor.detach().contiguous().cpu(), f)"
 _PROTOCOL: Final = 2
@@ -70,8 +70,6 @@ _STORAGES: Final = {
     "torch HalfStorage": "float16",
     "torch BFloat16Storage": "bfloat16",
     "torch DoubleStorage": "float64",
-}
-_OTHER_STORAGES: Final = {
     "torch LongStorage": "int64",
     "torch IntStorage": "int32",
     "torch ShortStorage": "int16",
@@ -159,8 +157,6 @@ class _Machine:
             self._stack.append(_SYMBOLS[name])
         elif name in _STORAGES:
             self._stack.append(_StorageType(_STORAGES[name]))
-        elif name in _OTHER_STORAGES:
-            raise wrong_dtype("torch", _OTHER_STORAGES[name])
         else:
             other = f"an object of {printable(name.replace(' ', '.'))}"
             raise refusal(_KNOWN_OTHERS.get(name, other))

@@ -12,6 +12,8 @@ import numpy as np
 from gateway.containers.array import (
     EmbeddingArray,
     Order,
+    Wanted,
+    check_dtype,
     check_shape,
     element_type,
     item_size,
@@ -27,15 +29,17 @@ _NEWEST_VERSION: Final = 10  # caffe2/serialize/versions.h, kMaxSupportedFileFor
 _MOST_VERSION_BYTES: Final = 8
 
 
-def read_torch(payload: memoryview, *, limit_bytes: int) -> EmbeddingArray:
+def read_torch(payload: memoryview, wanted: Wanted) -> EmbeddingArray:
     """The tensor of a `torch.save` file, from whatever device. Raises `ContainerError`."""
     records = _under_prefix(read_records(payload))
     order = _byte_order(records)
     tensor = read_description(records["data.pkl"])
-    check_shape("torch", tensor.storage.dtype, tensor.shape, limit_bytes=limit_bytes)
+    dtype = tensor.storage.dtype
+    check_dtype("torch", dtype, dtype, wanted)
+    check_shape("torch", dtype, tensor.shape, wanted)
     data = _storage_bytes(records, tensor)
     _check_bounds(tensor)
-    return _view(tensor, data, order)
+    return _view(tensor, data, order, wanted)
 
 
 def _under_prefix(records: dict[bytes, memoryview]) -> dict[str, memoryview]:
@@ -85,7 +89,7 @@ def _check_bounds(tensor: DenseTensor) -> None:
         raise refusal(f"a tensor that reaches element {last} of {tensor.storage.count}")
 
 
-def _view(tensor: DenseTensor, data: memoryview, order: Order) -> EmbeddingArray:
+def _view(tensor: DenseTensor, data: memoryview, order: Order, wanted: Wanted) -> EmbeddingArray:
     dtype, width = tensor.storage.dtype, item_size(tensor.storage.dtype)
     # An axis of one element is never stepped along, so its stride may be any number.
     steps = zip(tensor.shape, tensor.strides, strict=True)
@@ -97,4 +101,4 @@ def _view(tensor: DenseTensor, data: memoryview, order: Order) -> EmbeddingArray
         offset=tensor.offset * width,
         strides=strides,
     )
-    return pack("torch", dtype, elements)
+    return pack("torch", dtype, elements, wanted)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from pydantic import ValidationError
@@ -12,10 +13,19 @@ from chiasm.errors import ChiasmError, Reason
 from gateway.openai import paths
 from gateway.openai.constraint import constraint_of
 from gateway.openai.errors import invalid
-from gateway.openai.schema import ChatRequest, Message
+from gateway.openai.pulled import Data, all_placed, pull
+from gateway.openai.schema import (
+    ChatRequest,
+    ImageEmbedsPart,
+    ImageUrlPart,
+    Message,
+    Part,
+    PixelBounds,
+)
 
 # Each element of a list or an object costs up to a hundred bytes once parsed, and one comma here.
 _MAX_COMMAS: Final = 1_000_000
+_LONGEST_NAME: Final = 64
 _POSITION: Final = re.compile(r"at (line \d+ column \d+)$")
 
 
@@ -54,7 +64,6 @@ _HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "logits_processors": _off,
     "min_pixels": _off,
     "max_pixels": _off,
-    "mm_processor_kwargs": _off,
     "prompt_logprobs": lambda value: value is False,
     "skip_special_tokens": lambda value: value is True,
     "truncate_prompt_tokens": lambda value: False,
@@ -62,10 +71,32 @@ _HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """A request, and the large base64 texts that were decoded beside it."""
+
+    chat: ChatRequest
+    data: Data
+
+
+async def parse_body(body: bytearray) -> Parsed:
+    """As `parse_chat`; however large the pictures in `body` are, other requests go on."""
+    pulled = await pull(body)
+    if pulled.data:
+        value = read_json(pulled.body)
+        if all_placed(value, pulled.data):
+            return Parsed(checked(value), pulled.data)
+    return Parsed(parse_chat(body), {})
+
+
 def parse_chat(body: bytes | bytearray) -> ChatRequest:
     """The request in `body`. Raises REQUEST_INVALID or UNSUPPORTED with the field at fault."""
+    return checked(read_json(body))
+
+
+def checked(value: Any) -> ChatRequest:
     try:
-        request = ChatRequest.model_validate(_read_json(body))
+        request = ChatRequest.model_validate(value)
     except ValidationError as faults:
         first = faults.errors(include_url=False, include_context=False, include_input=False)[0]
         raise paths.told(first) from None
@@ -75,7 +106,7 @@ def parse_chat(body: bytes | bytearray) -> ChatRequest:
     return request
 
 
-def _read_json(body: bytes | bytearray) -> Any:
+def read_json(body: bytes | bytearray) -> Any:
     if not body:
         raise invalid("The body is empty; send a JSON object.", None, "invalid_json")
     if body.count(b",") > _MAX_COMMAS:
@@ -111,11 +142,28 @@ def _check_together(request: ChatRequest) -> None:
         raise invalid("stream_options needs stream to be true.", "stream_options")
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs to be true.", "top_logprobs")
+    if request.mm_processor_kwargs is not None:
+        _check_bounds(request.mm_processor_kwargs)
     for number, message in enumerate(request.messages):
         _check_message(f"messages[{number}]", message)
 
 
+def _check_bounds(bounds: PixelBounds) -> None:
+    for name in bounds.model_extra or {}:
+        text = "Of mm_processor_kwargs only min_pixels and max_pixels are served; leave others out."
+        known = name.isidentifier() and name.isascii() and len(name) <= _LONGEST_NAME
+        inner = f".{name}" if known else ""
+        raise ChiasmError(Reason.UNSUPPORTED, text, f"mm_processor_kwargs{inner}")
+    least, most = bounds.min_pixels, bounds.max_pixels
+    if least is not None and most is not None and least > most:
+        text = f"min_pixels is {least}, above max_pixels, which is {most}."
+        raise invalid(text, "mm_processor_kwargs.min_pixels")
+
+
 def _check_message(place: str, message: Message) -> None:
+    if isinstance(message.content, list):
+        for number, part in enumerate(message.content):
+            _check_part(f"{place}.content[{number}]", part)
     if message.role == "assistant":
         return
     if message.tool_calls:
@@ -126,6 +174,17 @@ def _check_message(place: str, message: Message) -> None:
         raise invalid(text, param, "missing_required_parameter")
     if message.content == []:
         raise invalid("The content has no part.", f"{place}.content", "empty_array")
+
+
+def _check_part(place: str, part: Part) -> None:
+    """A picture may be left out where its uuid names one that was sent before."""
+    match part:
+        case (
+            ImageUrlPart(image_url=None, uuid=None) | ImageEmbedsPart(image_embeds=None, uuid=None)
+        ):
+            param = f"{place}.{part.type}"
+            text = f"The required field {param} is missing, and there is no uuid in its stead."
+            raise invalid(text, param, "missing_required_parameter")
 
 
 def _refuse_unserved(request: ChatRequest) -> None:

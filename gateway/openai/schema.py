@@ -23,9 +23,13 @@ from pydantic_core import PydanticCustomError
 from gateway.openai import paths
 
 PART_TYPES: Final = ("text", "image_url", "image_embeds", "refusal")
+UNSERVED_PART_TYPES: Final = frozenset(
+    {"input_audio", "audio_url", "audio_embeds", "video_url", "video_embeds", "file"}
+)
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _TOKEN: Final = re.compile("[0-9]{1,10}")
 _MAX_INT32: Final = 2**31 - 1
+_MAX_ALIAS_BYTES: Final = 256
 _MAX_STOPS: Final = 16
 _MAX_STOP_LENGTH: Final = 256
 
@@ -61,8 +65,20 @@ def _embeds_tag(value: Any) -> str | None:
 
 
 def _part_tag(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type")
+    if kind is None:  # some clients leave it out, as the other field says it
+        kind = next((name for name in PART_TYPES if name in value), None)
+    if isinstance(kind, str) and kind in UNSERVED_PART_TYPES:
+        return "<unserved>"
     return f"<{kind}>" if kind in PART_TYPES else None
+
+
+def _short_alias(alias: str) -> str:
+    if len(_sound(alias).encode()) > _MAX_ALIAS_BYTES:
+        raise PydanticCustomError("string_too_long", "The uuid has more than 256 bytes in UTF-8.")
+    return alias
 
 
 def _sound_biases(biases: dict[str, float]) -> dict[str, float]:
@@ -86,6 +102,8 @@ StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH), Afte
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LogitBias = Annotated[dict[str, Any], AfterValidator(_sound_biases)]
 Detail = Literal["low", "high", "auto", "original"]
+Alias = Annotated[str, Field(min_length=1), AfterValidator(_short_alias)]
+PixelCount = Annotated[int, Field(ge=1, le=_MAX_INT32)]
 
 
 Embeds = Annotated[
@@ -94,7 +112,8 @@ Embeds = Annotated[
         _embeds_tag,
         custom_error_type="embeds_type",
         custom_error_message="The embedding is a text, base64 of a file of torch.save, numpy.save "
-        "or safetensors, or an object with that text under image_embeds.",
+        "or safetensors, or an object with that text under image_embeds, with data, dtype and "
+        "shape, or with a ref.",
     ),
 ]
 
@@ -115,14 +134,14 @@ class Body(BaseModel):
 class TextPart(Body):
     """A piece of text."""
 
-    type: Literal["text"]
+    type: Literal["text"] = "text"
     text: Text
 
 
 class RefusalPart(Body):
     """The model's own refusal in an earlier turn, sent back."""
 
-    type: Literal["refusal"]
+    type: Literal["refusal"] = "refusal"
     refusal: Text
 
 
@@ -134,25 +153,37 @@ class ImageUrl(Body):
 
 
 class ImageUrlPart(Body):
-    """A picture; the URL alone is taken too, as some clients send it."""
+    """A picture; the URL alone is taken too, as some clients send it.
 
-    type: Literal["image_url"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_as_image_url)]
+    `uuid` is the caller's own name of it; with one, the picture itself may be left out.
+    """
+
+    type: Literal["image_url"] = "image_url"
+    image_url: Annotated[ImageUrl, BeforeValidator(_as_image_url)] | None = None
+    uuid: Alias | None = None
 
 
 class ImageEmbedsPart(Body):
     """Precomputed features: base64 of a file of torch.save, numpy.save or safetensors, alone or in
-    an object beside further tensors, which no served model family takes yet."""
+    an object, whose forms `gateway.openai.embeds` lists. `uuid` as for pictures."""
 
-    type: Literal["image_embeds"]
-    image_embeds: Embeds
+    type: Literal["image_embeds"] = "image_embeds"
+    image_embeds: Embeds | None = None
+    uuid: Alias | None = None
+
+
+class UnservedPart(Body):
+    """A kind of content that no served model takes."""
+
+    type: str = ""
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[ImageUrlPart, Tag("<image_url>")]
-    | Annotated[ImageEmbedsPart, Tag("<image_embeds>")],
+    | Annotated[ImageEmbedsPart, Tag("<image_embeds>")]
+    | Annotated[UnservedPart, Tag("<unserved>")],
     Discriminator(
         _part_tag,
         custom_error_type=paths.PART_TYPE,
@@ -192,6 +223,16 @@ class Message(Body):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_call_id: Text | None = None
+
+
+class PixelBounds(Body):
+    """Least and greatest height times width of each picture after scaling; `parse` refuses the
+    names that it does not know."""
+
+    model_config = ConfigDict(extra="allow")
+
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
 
 
 class StreamOptions(Body):
@@ -234,6 +275,7 @@ class ChatRequest(Body):
     cache_salt: (
         Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_sound)] | None
     ) = None
+    mm_processor_kwargs: PixelBounds | None = None
     tools: list[Any] = []
     tool_choice: Any = None
     response_format: Any = None

@@ -10,6 +10,7 @@ from chiasm.errors import ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
 from gateway.llm import Card
 from gateway.openai.constraint import Constraint, constraint_of
+from gateway.openai.parse import Parsed
 from gateway.openai.parts import PartReader
 from gateway.openai.schema import (
     ChatRequest,
@@ -29,6 +30,17 @@ _ROLES: Final = {
     "tool": _S.ROLE_TOOL,
 }
 _OF_A_PART: Final = re.compile(r"messages\[(\d+)\]\.parts\[(\d+)\]")
+_OF_THE_REQUEST: Final = {
+    ".image.options.min_pixels": "mm_processor_kwargs.min_pixels",
+    ".image.options.max_pixels": "mm_processor_kwargs.max_pixels",
+}
+_WITHIN_A_PART: Final = {
+    ".alias": "uuid",
+    ".image.options.detail": "image_url.detail",
+    ".embedding.grid_thw": "image_embeds.image_grid_thw",
+    ".embedding.image_size": "image_embeds.image_sizes",
+    ".reference": "image_embeds.ref",
+}
 _ALL_PARTS: Final = re.compile(r"^(messages\[\d+\])\.parts$")
 _SAMPLING: Final = {
     "min_token_count": "min_tokens",
@@ -65,6 +77,11 @@ class Places:
         part = _OF_A_PART.match(field)
         if part:
             inner = self._inner(part)
+            rest = field[part.end() :]
+            if rest in _OF_THE_REQUEST:
+                return _OF_THE_REQUEST[rest]
+            if inner and rest in _WITHIN_A_PART:
+                inner = f"[{part[2]}].{_WITHIN_A_PART[rest]}"
             return f"messages[{part[1]}].content{inner}"
         if field.startswith("constraint") and self.constraint is not None:
             return self.constraint.path(field)
@@ -91,10 +108,11 @@ class Asked:
     places: Places
 
 
-async def translate(chat: ChatRequest, card: Card, limits: PictureLimits) -> Asked:
-    """The LLM service's form of `chat`. Raises ChiasmError with the path of the fault."""
+async def translate(parsed: Parsed, card: Card, limits: PictureLimits) -> Asked:
+    """The LLM service's form of a request. Raises ChiasmError with the path of the fault."""
+    chat = parsed.chat
     _check_image_count(chat.messages, min(limits.max_images, card.max_image_count))
-    reader = PartReader(limits, card, wire.Buffers())
+    reader = PartReader(limits, card, wire.Buffers(), parsed.data, chat.mm_processor_kwargs)
     messages = [
         await _translate_message(message, f"messages[{number}]", reader)
         for number, message in enumerate(chat.messages)
@@ -188,5 +206,6 @@ def _inner_paths(content: str | list[Part] | None) -> tuple[str, ...]:
 def _field_of(part: Part) -> str:
     if isinstance(part, ImageUrlPart):
         return "image_url.url"
-    nested = isinstance(part, ImageEmbedsPart) and isinstance(part.image_embeds, dict)
+    given = part.image_embeds if isinstance(part, ImageEmbedsPart) else None
+    nested = isinstance(given, dict) and given.get("image_embeds") is not None
     return "image_embeds.image_embeds" if nested else part.type

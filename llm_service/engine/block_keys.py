@@ -1,14 +1,15 @@
 """Names a sequence's full blocks by all that their keys and values depend on.
 
-The key of a block is a digest of the key before it, its token ids and, where an image lies over
-it, the image's digest, the first of its rows in the block and where that row stands. The first key
-follows from the prompt's salt. So equal keys mean equal histories from the first token on, in
-equal places, under equal salts; every field is framed by its length, so none runs into the next.
+The key of a block is a digest of the key before it, its token ids and, where tokens stand elsewhere
+than at their index, where they stand. Where an image lies over it, there are the image's digest,
+the first of its rows in the block and where that row stands. The first key follows from the
+prompt's salt. So equal keys mean equal histories from the first token on, in equal places, under
+equal salts; every field is framed by its length, so none runs into the next.
 """
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -36,14 +37,22 @@ class BlockKeys:
         images: apart and in order. One without a digest may be anything, so no block from it on
             has a key.
         salt: sequences of other salts have no key in common.
+        placed: names where the tokens from one index to another stand; empty where each stands at
+            its index.
     """
 
     def __init__(
-        self, token_ids: Sequence[int], images: Sequence[Span], salt: bytes, block_size: int
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Span],
+        salt: bytes,
+        block_size: int,
+        placed: Callable[[int, int], bytes] = lambda first, last: b"",
     ) -> None:
         self._token_ids = token_ids
         self._images = images
         self._block_size = block_size
+        self._placed = placed
         self._next_image = 0
         self._last = _digest(_FIELD.pack(block_size), _framed(salt))
         self._keys: list[bytes] = []
@@ -70,7 +79,8 @@ class BlockKeys:
         begin = len(self._keys) * self._block_size
         end = begin + self._block_size
         tokens = array("q", self._token_ids[begin:end]).tobytes()
-        return _digest(self._last, _framed(tokens), *self._overlapping(begin, end))
+        places = _framed(self._placed(begin, end))
+        return _digest(self._last, _framed(tokens), places, *self._overlapping(begin, end))
 
     def _overlapping(self, begin: int, end: int) -> Iterator[bytes]:
         while self._next_image < len(self._images):

@@ -26,6 +26,7 @@ from llm_service.engine.runner import Runner
 from llm_service.engine.sampler import Draw, Sampled, sample
 from llm_service.engine.scheduler import Scheduler, Step
 from llm_service.engine.sequence import Request, Sequence
+from llm_service.engine.stateful import StatefulRunner
 from llm_service.engine.token_bytes import TokenBytes
 from llm_service.engine.values import (
     Constraint,
@@ -139,12 +140,13 @@ class EmbeddedEngine:
         self._on_fatal = on_fatal
         block_count = _block_count(decoder, settings)
         self._pool = BlockPool(block_count, settings.block_size)
-        self._runner = Runner(decoder, block_count, settings.block_size)
+        self._runner = _runner(decoder, block_count, settings.block_size)
         if not self._runner.probe():
             raise ModelBroken("the decoder's first logits are not finite")
         self._scheduler = Scheduler(
             self._pool, settings.step_token_budget, settings.max_running,
             limits=_limits(self._runner, settings.decode_stretch),
+            whole_prompts=decoder.stateful is not None,
         )  # fmt: skip
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._token_bytes = TokenBytes(detokenizer_tokenizer)
@@ -271,7 +273,8 @@ class EmbeddedEngine:
         _check_ids(prompt.token_ids, vocabulary, "messages")
         _check_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
         _check_ids(tuple(one for one, _ in sampling.logit_bias), vocabulary, "logit_bias")
-        _check_images(prompt.images, len(prompt.token_ids), width)
+        _check_images(prompt.images, len(prompt.token_ids), width, self._decoder.level_count)
+        _check_positions(prompt, self._decoder.position_axes)
 
     @property
     def _places(self) -> int:
@@ -312,8 +315,10 @@ class EmbeddedEngine:
             self._step_begun = time.monotonic()
             self._end_overdue()
             step = self._scheduler.plan()
+            self._runner.retain(self._scheduler.running_keys)
             if step.chunks:
                 self._publish(step, self._run(step))
+                self._runner.retain(self._scheduler.running_keys)
             self._step_begun = None
 
     def _take_orders(self) -> bool:
@@ -354,7 +359,8 @@ class EmbeddedEngine:
 
     def _schedule(self, key: int) -> None:
         sequence, settings = self._sequences[key], self._settings
-        keys = sequence.block_keys(settings.block_size) if settings.prefix_cache else None
+        shares = settings.prefix_cache and self._decoder.stateful is None
+        keys = sequence.block_keys(settings.block_size) if shares else None
         self._scheduler.add(key, len(sequence.token_ids), sequence.request.longest, keys)
 
     def _end_overdue(self) -> None:
@@ -539,7 +545,13 @@ def _drained(orders: "SimpleQueue[_Order]") -> Iterator[_Order]:
             return
 
 
-def _limits(runner: Runner, stretch: float) -> StepLimits | None:
+def _runner(decoder: DecoderParts, block_count: int, block_size: int) -> Runner | StatefulRunner:
+    if decoder.stateful is not None:
+        return StatefulRunner(decoder)
+    return Runner(decoder, block_count, block_size)
+
+
+def _limits(runner: Runner | StatefulRunner, stretch: float) -> StepLimits | None:
     prices = runner.prices() if stretch else None
     return None if prices is None else StepLimits(prices, stretch)
 
@@ -556,7 +568,9 @@ def _check_ids(token_ids: tuple[int, ...], vocabulary: int, field: str) -> None:
         raise PromptInvalid(f"Token ids must be at least 0 and below {vocabulary}.", field)
 
 
-def _check_images(images: tuple[ImageSpan, ...], prompt_tokens: int, width: int) -> None:
+def _check_images(
+    images: tuple[ImageSpan, ...], prompt_tokens: int, width: int, level_count: int
+) -> None:
     end = 0
     for number, image in enumerate(images):
         field = f"images[{number}]"
@@ -565,6 +579,7 @@ def _check_images(images: tuple[ImageSpan, ...], prompt_tokens: int, width: int)
             raise PromptInvalid(
                 f"Rows must be floats of shape [{image.length}, {width}]; found {found}.", field
             )
+        _check_levels(image, level_count, field)
         if image.start < end or image.length < 1 or image.start + image.length > prompt_tokens:
             raise PromptInvalid(
                 "Images must be in order, apart, and inside the prompt; found tokens "
@@ -572,3 +587,40 @@ def _check_images(images: tuple[ImageSpan, ...], prompt_tokens: int, width: int)
                 field,
             )
         end = image.start + image.length
+
+
+def _check_levels(image: ImageSpan, count: int, field: str) -> None:
+    if len(image.levels) != count:
+        raise PromptInvalid(
+            f"An image of this model has {count} deepstack levels beside its rows; "
+            f"found {len(image.levels)}.",
+            field,
+        )
+    for level in image.levels:
+        if level.shape != image.rows.shape or not level.is_floating_point():
+            raise PromptInvalid(
+                f"Levels must be floats of the rows' shape {list(image.rows.shape)}; "
+                f"found {level.dtype} {list(level.shape)}.",
+                field,
+            )
+
+
+def _check_positions(prompt: Prompt, axes: int) -> None:
+    """Positions come from the prompt's own pictures, but grids may be their senders' claims."""
+    placed, delta, tokens = prompt.positions, prompt.position_delta, len(prompt.token_ids)
+    if axes == 1 and (placed is not None or delta):
+        raise PromptInvalid(
+            "This model places every token at its index; send no positions.", "messages"
+        )
+    if tokens + delta < 0 or (placed is None and delta):
+        raise PromptInvalid("Positions must be at least 0 and come with their delta.", "messages")
+    if placed is None:
+        return
+    if placed.dtype != torch.int64 or tuple(placed.shape) != (axes, tokens):
+        raise PromptInvalid(
+            f"Positions must be int64 of shape [{axes}, {tokens}]; "
+            f"found {placed.dtype} {list(placed.shape)}.",
+            "messages",
+        )
+    if int(placed.min()) < 0:
+        raise PromptInvalid("Positions must be at least 0.", "messages")

@@ -28,13 +28,23 @@ class StepPrices:
         each = max((many[1] - few[1]) / (many[0] - few[0]), _LEAST_SECONDS)
         return cls(max(few[1] - few[0] * each, 0.0), each)
 
-    def seconds(self, tokens: int) -> float:
-        return self.fixed + tokens * self.each
+    def seconds(self, answers: int, prompt_tokens: int = 0) -> float:
+        """Of a step of so many answers, each with a token, and of prompt tokens beside them."""
+        return self.fixed + (answers + prompt_tokens) * self.each
 
     def prompt_tokens_within(self, answers: int, seconds: float) -> int:
         """Prompt tokens with which a step of `answers` takes at most so long; at least 1: prompts
         go on, whatever the price."""
         return max(int((seconds - self.seconds(answers)) / self.each), 1)
+
+
+@dataclass(frozen=True)
+class ApartPrices(StepPrices):
+    """Where no two answers share a forward, each costs a whole one."""
+
+    def seconds(self, answers: int, prompt_tokens: int = 0) -> float:
+        """The same; a prompt's forward counts by its tokens alone."""
+        return answers * (self.fixed + self.each) + prompt_tokens * self.each
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class StepLimits:
         Bounded by what answers alone take: slow beginnings do not add up.
         """
         slowest = _SLOWEST_BEGINNING * self.prices.seconds(answers)
-        return min(self.prices.seconds(answers + prompt_tokens), slowest)
+        return min(self.prices.seconds(answers, prompt_tokens), slowest)
 
     def prompt_tokens_beside(self, answers: int, pace: float | None) -> int:
         """Prompt tokens for a step of `answers`, the swiftest of which began at `pace`.

@@ -1,7 +1,7 @@
 """Turns a step into one forward pass of the decoder, or of its layers in native code."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -12,6 +12,7 @@ from llm_service.engine.attention import KvPool, flat_order, lay_out, use_paged_
 from llm_service.engine.block_pool import ZERO_BLOCK
 from llm_service.engine.native import NativeDecoder
 from llm_service.engine.native.decoder import rows_of
+from llm_service.engine.positions import places_of
 from llm_service.engine.pricing import StepPrices
 from llm_service.engine.scheduler import Chunk, Step
 from llm_service.engine.values import DecoderParts, ImageSpan
@@ -26,18 +27,33 @@ _AGREEMENT: Final = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 
 class Tokens(Protocol):
-    """A sequence as the runner reads it: prompt and answer so far, and its images in order."""
+    """A sequence as a runner reads it: prompt and answer so far, how many of them are the prompt,
+    and its images and positions as in `Prompt`."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
     @property
     def images(self) -> tuple[ImageSpan, ...]: ...
+    @property
+    def positions(self) -> torch.Tensor | None: ...
+    @property
+    def position_delta(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
+    """Tokens that are nobody's, to try the decoder with."""
+
     token_ids: tuple[int, ...] = (0,)
     images: tuple[ImageSpan, ...] = ()
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +89,9 @@ class Runner:
             decoder.layer_count, block_count, block_size, decoder.kv_head_count,
             decoder.head_dim, decoder.dtype, decoder.device,
         )  # fmt: skip
-        self._native = self._proved_native() if native else None
+        # What the native layers never compute, no trial of theirs covers.
+        plain = decoder.position_axes == 1 and decoder.level_count == 0
+        self._native = self._proved_native() if native and plain else None
 
     @property
     def native(self) -> bool:
@@ -91,10 +109,13 @@ class Runner:
                 return self._run_native(self._native, step.chunks, sequences)
             return self._run_own(step.chunks, sequences)
 
+    def retain(self, keys: Collection[int]) -> None:
+        """Takes note of the sequences that have blocks; the scheduler's blocks are all there is."""
+
     def probe(self) -> bool:
         """Whether the decoder still computes: one token, no sequence's blocks."""
         try:
-            return all(self.run(Step((_PROBE,)), {_PROBE.key: _Known()}).whole)
+            return all(self.run(Step((_PROBE,)), {_PROBE.key: Known()}).whole)
         finally:
             self._pool.clear([ZERO_BLOCK])
 
@@ -111,7 +132,7 @@ class Runner:
         last = ZERO_BLOCK + -(-tokens // self._pool.block_size)
         blocks = tuple(range(ZERO_BLOCK + 1, last + 1))
         chunk = Chunk(key=-1, start=0, length=tokens, samples=True, blocks=blocks, fresh=blocks)
-        known = {chunk.key: _Known((0,) * tokens)}
+        known = {chunk.key: Known((0,) * tokens)}
         times = []
         for _ in range(_PRICED_TIMES):
             begun = time.perf_counter()
@@ -140,7 +161,7 @@ class Runner:
             return None
         length = min(_TRIAL_LENGTH, self._pool.block_size)
         chunk = Chunk(key=-1, start=0, length=length, samples=True, blocks=(ZERO_BLOCK + 1,))
-        tokens = {chunk.key: _Known(tuple(range(length)))}
+        tokens = {chunk.key: Known(tuple(range(length)))}
         with torch.inference_mode():
             own = self._run_own([chunk], tokens).logits
             others = self._run_native(native, [chunk], tokens).logits
@@ -153,14 +174,41 @@ class Runner:
 
     def _forward(self, ordered: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> torch.Tensor:
         model: Any = self._decoder.model
-        positions = [position for chunk in ordered for position in range(chunk.start, chunk.end)]
         hidden: torch.Tensor = model(
             inputs_embeds=self._embed(ordered, sequences)[None],
-            position_ids=torch.tensor([positions], device=self._decoder.device),
+            position_ids=self._places(ordered, sequences),
             use_cache=False,
             paged=lay_out(ordered, self._pool, self._decoder.context_length),
+            **self._levels(ordered, sequences),
         ).last_hidden_state
         return hidden[0]
+
+    def _places(self, ordered: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> torch.Tensor:
+        """`[1, T]`, or `[axes, 1, T]` where the decoder has several axes."""
+        axes = self._decoder.position_axes
+        parts = [places_of(sequences[chunk.key], chunk.start, chunk.end, axes) for chunk in ordered]
+        places = torch.cat(parts, dim=1).to(self._decoder.device)
+        return places if axes == 1 else places[:, None]
+
+    def _levels(self, ordered: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> dict[str, Any]:
+        """Deepstack's arguments; none where the step has no image token, as in the whole model."""
+        visual = torch.zeros(1, sum(chunk.length for chunk in ordered), dtype=torch.bool)
+        levels: list[list[torch.Tensor]] = [[] for _ in range(self._decoder.level_count)]
+        begin = 0
+        for chunk in ordered:
+            for place, image, here in image_parts(
+                chunk.start, chunk.end, sequences[chunk.key].images
+            ):
+                visual[0, begin + place : begin + place + here.stop - here.start] = True
+                for level, added in zip(levels, image.levels, strict=True):
+                    level.append(added[here].to(self._decoder.device, self._decoder.dtype))
+            begin += chunk.length
+        if not levels or not levels[0]:
+            return {}
+        return {
+            "visual_pos_masks": visual.to(self._decoder.device),
+            "deepstack_visual_embeds": [torch.cat(level) for level in levels],
+        }
 
     def _embed(self, ordered: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> torch.Tensor:
         ids: list[int] = []
@@ -171,7 +219,10 @@ class Runner:
         )
         begin = 0
         for chunk in ordered:
-            for place, part in _image_rows(chunk, sequences[chunk.key].images):
+            for place, image, here in image_parts(
+                chunk.start, chunk.end, sequences[chunk.key].images
+            ):
+                part = image.rows[here]
                 rows[begin + place : begin + place + len(part)] = part.to(rows)
             begin += chunk.length
         return rows
@@ -184,15 +235,22 @@ class Runner:
                 keys.append(chunk.key)
                 last_rows.append(end - 1)
         logits: torch.Tensor = self._decoder.lm_head(hidden[last_rows]).float()
-        # A NaN or an infinity is the greatest of its row, or makes the sum one.
-        whole: list[bool] = torch.isfinite(logits.sum(-1)).tolist()
-        return Predictions(tuple(keys), logits, logits.argmax(-1).tolist(), whole)
+        return predictions_of(tuple(keys), logits)
 
 
-def _image_rows(chunk: Chunk, images: tuple[ImageSpan, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-    """The image rows inside a chunk, each with its place there."""
+def predictions_of(keys: tuple[int, ...], logits: torch.Tensor) -> Predictions:
+    # A NaN or an infinity is the greatest of its row, or makes the sum one.
+    whole: list[bool] = torch.isfinite(logits.sum(-1)).tolist()
+    return Predictions(keys, logits, logits.argmax(-1).tolist(), whole)
+
+
+def image_parts(
+    begin: int, end: int, images: tuple[ImageSpan, ...]
+) -> Iterator[tuple[int, ImageSpan, slice]]:
+    """The images inside the tokens `begin` to `end`: the place there of each one's first row, and
+    which of its rows they are."""
     for image in images:
-        first = max(chunk.start, image.start)
-        last = min(chunk.end, image.start + image.length)
+        first = max(begin, image.start)
+        last = min(end, image.start + image.length)
         if first < last:
-            yield first - chunk.start, image.rows[first - image.start : last - image.start]
+            yield first - begin, image, slice(first - image.start, last - image.start)

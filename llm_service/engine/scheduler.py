@@ -18,6 +18,7 @@ is decoding. What a sequence may rely on:
   The oldest of them gets at least half of that, and that is at least one token: no more than
   `max_running` sequences share a step, whatever waits, and the budget is at least that. As one
   token is poor progress beside many answers, let the budget be several times `max_running`.
+  Where prompts may not be cut, that bounds their mean share of the steps instead.
 - Younger prompts that end within the other half go ahead. So a short question does not wait for
   the pictures of a long one, which takes at most twice as many steps for it.
 
@@ -127,14 +128,20 @@ class Scheduler:
         max_running: int,
         *,
         limits: StepLimits | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         """Args:
         limits: on the prompt tokens that share a step with answers; None leaves it to the budget.
+        whole_prompts: cut no prompt. The oldest goes whatever its length, and others beside it
+            where they fit; a long one holds up the answers of one step, and then no prompt goes
+            until they had as many steps as if it had been cut.
         """
         self._pool = pool
         self._budget = step_token_budget
         self._limits = limits
         self._max_running = max_running
+        self._whole_prompts = whole_prompts
+        self._owed = 0  # prompt tokens computed before their time
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # oldest first
@@ -145,6 +152,11 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         return len(self._running)
+
+    @property
+    def running_keys(self) -> frozenset[int]:
+        """Sequences that have blocks."""
+        return frozenset(entry.key for entry in self._running)
 
     @property
     def waiting_count(self) -> int:
@@ -174,6 +186,10 @@ class Scheduler:
         """The next step; empty only where there are no sequences."""
         self._admit()
         chunks = tuple(self._chunks())
+        if not chunks and self._owed:
+            # The answers that the prompts wait for are themselves short of blocks.
+            self._owed = 0
+            chunks = tuple(self._chunks())
         if not chunks and self._entries:
             raise NoProgress
         return Step(chunks)
@@ -271,6 +287,8 @@ class Scheduler:
         """How many tokens of each unfinished prompt the step computes."""
         prompts = [entry for entry in self._running if not entry.decoding]
         left = self._prompt_tokens(len(self._running) - len(prompts))
+        if self._whole_prompts:
+            return self._whole_shares(prompts, left)
         shares: dict[int, int] = {}
         ahead = left // 2
         for entry in prompts[1:]:
@@ -282,6 +300,19 @@ class Scheduler:
             if entry.key not in shares:
                 shares[entry.key] = min(entry.remaining, left)
                 left -= shares[entry.key]
+        return shares
+
+    def _whole_shares(self, prompts: list[_Entry], left: int) -> dict[int, int]:
+        """All of a prompt or nothing. What one takes beyond its due, the next ones wait for."""
+        answers = len(self._running) - len(prompts)
+        self._owed = max(self._owed - left, 0) if answers else 0
+        if self._owed:
+            return {entry.key: 0 for entry in prompts}
+        shares: dict[int, int] = {}
+        for number, entry in enumerate(prompts):
+            shares[entry.key] = entry.remaining if number == 0 or entry.remaining <= left else 0
+            left -= shares[entry.key]
+        self._owed = max(-left, 0)
         return shares
 
     def _prompt_tokens(self, answers: int) -> int:

@@ -5,9 +5,11 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from llm_service.engine.block_keys import BlockKeys
 from llm_service.engine.penalties import bias_of, seen_of
+from llm_service.engine.positions import name_of_places
 from llm_service.engine.sampler import Draw, Sampled
 from llm_service.engine.text import StopFilter, text_stream
 from llm_service.engine.token_bytes import TokenBytes
@@ -115,7 +117,9 @@ class Sequence:
         self.choice = choice
         self.token_ids = list(request.prompt.token_ids)
         self.images: tuple[ImageSpan, ...] = request.prompt.images
-        self._prompt_tokens = len(self.token_ids)
+        self.positions = request.prompt.positions
+        self.position_delta = request.prompt.position_delta
+        self.prompt_tokens = len(self.token_ids)
         self._sampling = request.sampling
         self._seed = request.seed + choice
         self._constraint = constraint
@@ -130,12 +134,13 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        return len(self.token_ids) - self._prompt_tokens
+        return len(self.token_ids) - self.prompt_tokens
 
     def block_keys(self, block_size: int) -> BlockKeys:
         """Keys of its blocks, for the scheduler; once they have failed `take` raises."""
         prompt = self.request.prompt
-        self._keys = _Keys(self.token_ids, prompt.images, prompt.salt, block_size)
+        placed = partial(name_of_places, self)
+        self._keys = _Keys(self.token_ids, prompt.images, prompt.salt, block_size, placed)
         return self._keys
 
     def start(self) -> None:
@@ -178,7 +183,7 @@ class Sequence:
         first = clock.first_token or now
         return Finished(
             reason=reason,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             completion_tokens=self.generated,
             cached_tokens=cached_tokens,
             queue_seconds=started - self.request.submitted,

@@ -219,9 +219,11 @@ class EngineSettings:
     """Limits of the embedded engine.
 
     Attributes:
-        kv_bytes: memory for keys and values.
+        kv_bytes: memory for keys and values; in `stateful` decoders all layers count as if they
+            kept every token, and recurrent state is not counted.
         step_token_budget: most tokens a step computes, so the longest that a running answer waits
-            for another's prompt; at least `max_running`.
+            for another's prompt; at least `max_running`. Where prompts cannot be cut (`stateful`),
+            a longer one still goes in one step.
         decode_stretch: how many times as long as the steps that an answer began with a step may
             take for the sake of prompts, above 1; 0 sets no limit but the budget.
         max_running: most sequences in one step.

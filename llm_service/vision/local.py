@@ -39,7 +39,13 @@ class LocalTower:
         form = self._half.contract.of_rows(
             len(features.rows), features.grid_thw, features.image_size
         )
-        return Rows(features.rows, form, identity_checked=True, levels=features.levels)
+        return Rows(
+            features.rows,
+            form,
+            identity_checked=True,
+            levels=features.levels,
+            image_size=features.image_size,
+        )
 
     def _prepare(self, image: RawImage) -> PixelInputs:
         try:

@@ -14,6 +14,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    ProcessorMixin,
 )
 from transformers.models.auto import processing_auto
 
@@ -69,6 +70,12 @@ class Whole:
 
     def inputs(self, turns: Sequence[Said]) -> dict[str, Any]:
         """What the processor makes of a conversation."""
+        made = self._processed(turns)
+        taken = inspect.signature(self.model.forward).parameters
+        kept = {name: made[name] for name in made if name in taken and name != "labels"}
+        return {**kept, "attention_mask": torch.ones_like(made["input_ids"])}
+
+    def _processed(self, turns: Sequence[Said]) -> Any:
         rendered = self.tokenizer.apply_chat_template(
             [_message(turn) for turn in turns],
             chat_template=_template(self.tokenizer),
@@ -76,22 +83,18 @@ class Whole:
             add_generation_prompt=True,
         )
         pictures = [part for _, parts in turns for part in parts if not isinstance(part, str)]
-        made = self.processor(
-            images=pictures or None,
-            text=[rendered],
-            return_tensors="pt",
-            add_special_tokens=False,
+        if not pictures:  # PaliGemma's processor takes no text alone
+            return self.tokenizer([rendered], return_tensors="pt", add_special_tokens=False)
+        return self.processor(
+            images=pictures, text=[rendered], return_tensors="pt", add_special_tokens=False
         )
-        taken = inspect.signature(self.model.forward).parameters
-        kept = {name: value for name, value in made.items() if name in taken}
-        return {**kept, "attention_mask": torch.ones_like(made["input_ids"])}
 
     @torch.inference_mode()
     def features(self, picture: PIL.Image.Image) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """`[rows, width]` of one picture as the whole model's tower gives them, and its levels."""
         base = self.model.base_model
         taken = inspect.signature(base.get_image_features).parameters
-        made = self.processor.image_processor(images=picture, return_tensors="pt")
+        made = self._processed([("user", (picture,))])
         out = base.get_image_features(
             **{name: made[name] for name in made if name in taken}, return_dict=True
         )
@@ -107,6 +110,8 @@ def processor_of(directory: Path) -> Any:
         "processor_class"
     )
     whole = _processor_class(name or _CLASSES[checkpoint.model_type])
+    if name == "PaliGemmaProcessor":
+        whole = _as_the_template_says(whole)
 
     class WithoutVideo(whole):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -118,15 +123,57 @@ def processor_of(directory: Path) -> Any:
     more = {key: value for key, value in settings.items() if key in taken}
     for part in ("image_processor", "video_processor", "tokenizer", "feature_extractor"):
         more.pop(part, None)
+    images = auto.from_pretrained(directory, backend=IMAGE_BACKEND)
     if "video_processor" in taken:
-        more["video_processor"] = None
+        # One family reads settings of it that its image processor has as well.
+        more["video_processor"] = images
     if "feature_extractor" in taken:
         more["feature_extractor"] = None
     return WithoutVideo(
-        image_processor=auto.from_pretrained(directory, backend=IMAGE_BACKEND),
+        image_processor=images,
         tokenizer=tokenizer,
         **more,
     )
+
+
+def _as_the_template_says(whole: Any) -> Any:
+    """PaliGemma's processor without what it adds to a text: its template has that already."""
+
+    class Plain(whole):  # type: ignore[misc]
+        prepare_inputs_layout = ProcessorMixin.prepare_inputs_layout
+        validate_inputs = ProcessorMixin.validate_inputs
+
+    return Plain
+
+
+class PixtralText(ProcessorMixin):
+    """Pixtral's processor, whose module cannot be imported without torchvision.
+
+    The text follows from the sizes that the real image processor gives, after scaling.
+    """
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        patch_size: int = 16,
+        spatial_merge_size: int = 1,
+        chat_template: str | None = None,
+    ) -> None:
+        self.image_token = "[IMG]"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.cell = patch_size * spatial_merge_size
+        base: Any = super()
+        base.__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def _process_images(self, images: Any, **options: Any) -> Any:
+        cell = {"height": self.cell, "width": self.cell}
+        return super()._process_images(images, **{**options, "patch_size": cell})
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **_: Any) -> str:
+        height, width = (int(side) for side in image_inputs["image_sizes"][image_idx])
+        line = self.image_token * (width // self.cell)
+        return "[IMG_BREAK]".join([line] * (height // self.cell)) + "[IMG_END]"
 
 
 def config_of(directory: Path) -> Any:
@@ -135,6 +182,8 @@ def config_of(directory: Path) -> Any:
 
 
 def _processor_class(name: str) -> Any:
+    if name == "PixtralProcessor":
+        return PixtralText
     for model_type, known in _CLASSES.items():
         if known == name:
             module = _MODULES.get(name, model_type)

@@ -12,6 +12,11 @@ from tests.families.conversations import conversations
 from tests.families.oracle import Expected, Whole
 from tests.families.split import Answer, Split, difference
 
+pytestmark = [
+    pytest.mark.families,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
 TOKENS = 8
 NEAR = 1e-5
 WAIT_SECONDS = 120

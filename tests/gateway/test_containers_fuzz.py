@@ -1,6 +1,8 @@
 """Damaged files end in a `ContainerError` or a sound array: nothing else, and no large memory."""
 
 import io
+import struct
+import time
 import tracemalloc
 import zipfile
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.containers import ContainerError, EmbeddingArray, decode_base64, read_embedding
 from gateway.containers.torch_pickle import read_description
+from tests.fuzz import containers
 
 LIMIT = 2**16
 PEAK = 2**18  # bytes: the limit, a header, and what the interpreter itself needs
@@ -155,3 +158,73 @@ def test_any_text_is_base64_or_a_container_error(text: str) -> None:
         assert 1 <= len(decode_base64(text, limit_bytes=20)) <= 20
     except ContainerError as error:
         check_message(error)
+
+
+# The inputs of the long runs, a few of each kind
+
+
+@pytest.mark.parametrize("name", containers.TARGETS)
+def test_hostile_inputs_of_each_kind_end_well(name: str) -> None:
+    tally = containers.Tally()
+    for number in range(150):
+        payload = containers.made(name, 7, number)
+        containers.try_one(containers.TARGETS[name], payload, tally, measured=number % 8 == 0)
+    assert tally.read + tally.refused == 150
+    assert tally.refused > 0
+
+
+# What cost a reader most time or memory for its size in the long runs, written small
+
+
+def _safetensors_of(header: bytes, body: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + body
+
+
+def _npy_of(header: str, body: bytes = b"") -> bytes:
+    return b"\x93NUMPY\2\0" + struct.pack("<I", len(header)) + header.encode() + body
+
+
+def _archive_of(directory: bytes, count: int) -> bytes:
+    start = b"PK\3\4".ljust(30, b"\0")
+    numbers = (0, 0, count, count, len(directory), len(start), 0)
+    return start + directory + struct.pack("<4sHHHHIIH", b"PK\5\6", *numbers)
+
+
+NASTY = {
+    "JSON nested as deep as the header allows": _safetensors_of(b'{"x":' + b"[" * 260_000),
+    "objects nested as deep as the header allows": _safetensors_of(b'{"x":' * 50_000),
+    "a number of many digits": _safetensors_of(b'{"x":' + b"9" * 200_000 + b"}"),
+    "very many names": _safetensors_of(
+        b"{" + b",".join(b'"%d":0' % n for n in range(26_000)) + b"}"
+    ),
+    "a name as long as the header allows": _safetensors_of(b'{"' + b"y" * 260_000 + b'":{}}'),
+    "an escape for each character": _safetensors_of(b'{"' + b"\\u00e9" * 40_000 + b'":{}}'),
+    "a length of 64 bits": b"\xff" * 8 + b"{",
+    "a header that nearly matches everywhere": _npy_of("{" + "'shape': (1, " * 700 + "}"),
+    "blanks between the items": _npy_of("{'descr':" + " " * 9_900 + "}"),
+    "quotes without end": _npy_of("{" + "'" * 9_900 + "}"),
+    "a shape of many extents": _npy_of(
+        f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({'1,' * 4_000}), }}", bytes(4)
+    ),
+    "one element told as very many": _torch_file(torch.ones(1).expand(2**20, 2**20)),
+    "a view that steps over its storage": _torch_file(TENSOR.as_strided((5, 6), (0, 0))),
+    "a directory of a thousand records without a name": _archive_of(
+        b"PK\1\2".ljust(46, b"\0") * 1024, 1024
+    ),
+}
+
+
+@pytest.mark.parametrize("payload", NASTY.values(), ids=NASTY)
+def test_the_nastiest_inputs_take_little_time_and_memory(payload: bytes) -> None:
+    tracemalloc.start()
+    began = time.thread_time()
+    try:
+        read_embedding(payload, limit_bytes=LIMIT)
+    except ContainerError as error:
+        check_message(error)
+    finally:
+        spent = time.thread_time() - began
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert spent < 1
+    assert peak < LIMIT + 3 * len(payload) + containers.SLACK_BYTES

@@ -152,14 +152,19 @@ async def test_other_paths_and_methods_are_told_in_json(
     assert answer.headers["x-request-id"]
 
 
-async def test_models_have_four_fields_and_ids_with_slashes_work(system: System) -> None:
+async def test_models_have_openais_fields_and_ids_with_slashes_work(system: System) -> None:
     models = (await system.http.get("/v1/models")).json()
     expected = {
         "id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "chiasm",
     }  # fmt: skip
     assert "/" in MODEL
-    assert models == {"object": "list", "data": [expected]}
-    assert (await system.http.get(f"/v1/models/{MODEL}")).json() == expected
+    [told] = models["data"]
+    takes = told["chiasm"]
+    assert models == {"object": "list", "data": [expected | {"chiasm": takes}]}
+    assert (takes["family"], takes["max_images"], takes["image_embeds"]["width"]) == (
+        "scripted", 8, 8,
+    )  # fmt: skip
+    assert (await system.http.get(f"/v1/models/{MODEL}")).json() == told
     assert (await system.openai.models.retrieve(MODEL)).id == MODEL
     assert [model.id async for model in system.openai.models.list()] == [MODEL]
     missing = await system.http.get("/v1/models/nope")

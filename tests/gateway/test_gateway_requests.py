@@ -296,13 +296,6 @@ async def test_an_embedding_that_says_it_is_huge_is_a_413_before_it_is_built(
     assert error["param"] == "messages[0].content[0].image_embeds"
 
 
-async def test_tensors_beside_the_features_are_refused_not_dropped(system: System) -> None:
-    part = embeds(npy_file(rows()))
-    part["image_embeds"] = {"image_embeds": part["image_embeds"], "image_grid_thw": "AAAA"}
-    error = await refused(system, user(part))
-    assert error["param"] == "messages[0].content[0].image_embeds.image_grid_thw"
-
-
 @pytest.mark.parametrize(
     ("url", "code"),
     [
@@ -354,8 +347,15 @@ async def test_pictures_are_counted_over_the_whole_conversation(system: System) 
     ("field", "param"),
     [
         ("messages[1].parts[1].image", "messages[1].content[1].image_url.url"),
-        ("messages[1].parts[1].image.options.detail", "messages[1].content[1].image_url.url"),
+        ("messages[1].parts[1].image.options.detail", "messages[1].content[1].image_url.detail"),
+        ("messages[1].parts[1].image.options.max_pixels", "mm_processor_kwargs.max_pixels"),
         ("messages[1].parts[2].embedding.features.shape", "messages[1].content[2].image_embeds"),
+        (
+            "messages[1].parts[2].embedding.grid_thw",
+            "messages[1].content[2].image_embeds.image_grid_thw",
+        ),
+        ("messages[1].parts[2].alias", "messages[1].content[2].uuid"),
+        ("messages[1].parts[2].reference", "messages[1].content[2].image_embeds.ref"),
         ("messages[1].parts[0]", "messages[1].content[0].text"),
         ("messages[0].parts[0].text", "messages[0].content"),
         ("messages[0].parts", "messages[0].content"),

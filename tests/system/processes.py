@@ -41,7 +41,7 @@ class Process:
             stdout=self._stdout,
             stderr=self._stderr,
             cwd=ROOT,
-            env=_environment(environment or {}),
+            env=service_environment(environment or {}),
             start_new_session=True,
         )
 
@@ -161,7 +161,7 @@ def _with_defaults(flags: tuple[str, ...], defaults: Mapping[str, str] = _MODELS
     return [*(word for pair in absent.items() for word in pair), *flags]
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def service_environment(more: Mapping[str, str]) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **offline, **more}
 

@@ -3,10 +3,45 @@
 from collections.abc import Mapping
 
 from chiasm.models.checkpoint import CheckpointError
-from chiasm.models.families import llava
+from chiasm.models.families import (
+    gemma3,
+    gemma4,
+    glm4v,
+    idefics3,
+    internvl,
+    llava,
+    llava_next,
+    llava_onevision,
+    minicpmv4_6,
+    mistral3,
+    paligemma,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+    smolvlm,
+)
 from chiasm.models.family import Family
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (llava.FAMILY,)}
+_MODULES = (
+    llava,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    internvl,
+    idefics3,
+    smolvlm,
+    qwen2_vl,
+    qwen2_5_vl,
+    qwen3_vl,
+    glm4v,
+    gemma3,
+    gemma4,
+    paligemma,
+    qwen3_5,
+    minicpmv4_6,
+)
+FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 
 def family_of(model_type: str) -> Family:

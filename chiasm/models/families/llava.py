@@ -1,12 +1,24 @@
-"""LLaVA 1.5: a CLIP or SigLIP tower on one fixed image size, two linear layers, a text decoder."""
+"""LLaVA 1.5 and Pixtral: one class of transformers with different towers.
+
+LLaVA's CLIP or SigLIP tower scales every picture to one size; Pixtral's keeps the shape.
+"""
 
 from typing import Any
 
-from chiasm.models.contract import FixedRows
+from chiasm.models.contract import FixedRows, ImageRule
+from chiasm.models.families.decoders import layers_of
+from chiasm.models.families.lines import lined_rows
 from chiasm.models.family import Family, Sources
 
 TOWERS = ("clip_vision_model", "siglip_vision_model")
-DECODERS = ("llama", "qwen2")
+PIXTRAL = "pixtral"
+SETTINGS = (
+    "vision_config",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "projector_hidden_act",
+    "multimodal_projector_bias",
+)
 
 
 def vision_tensor_name(stored: str) -> str | None:
@@ -22,22 +34,23 @@ def vision_tensor_name(stored: str) -> str | None:
 
 
 def refusal(config: Any) -> str | None:
-    tower, decoder = config.vision_config.model_type, config.text_config.model_type
-    if tower not in TOWERS:
-        return f"its vision tower is {tower!r}; tested for llava are {', '.join(TOWERS)}"
-    if decoder not in DECODERS:
-        return f"its decoder is {decoder!r}; tested for llava are {', '.join(DECODERS)}"
-    if getattr(config.text_config, "use_sliding_window", False):
-        return "its decoder uses sliding-window attention, which is not supported"
+    tower = config.vision_config.model_type
+    if tower not in (*TOWERS, PIXTRAL):
+        return f"its vision tower is {tower!r}; tested are {', '.join((*TOWERS, PIXTRAL))}"
     return None
 
 
-def image_rule(sources: Sources) -> FixedRows:
+def image_rule(sources: Sources) -> ImageRule:
+    if sources.config.vision_config.model_type == PIXTRAL:
+        return lined_rows(sources, merge_size=1)
+    return _fixed_rows(sources.config)
+
+
+def _fixed_rows(config: Any) -> FixedRows:
     """Patches, plus CLIP's class token, minus the first row where the strategy drops it.
 
     The tower itself refuses any other size than `image_size`, so the count holds for every image.
     """
-    config = sources.config
     vision = config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     class_tokens = 1 if vision.model_type == "clip_vision_model" else 0
@@ -47,18 +60,13 @@ def image_rule(sources: Sources) -> FixedRows:
 
 FAMILY = Family(
     model_type="llava",
-    title="LLaVA 1.5",
+    title="LLaVA 1.5, Pixtral",
     vision_modules=("model.vision_tower", "model.multi_modal_projector"),
     language_modules=("model.language_model", "lm_head"),
     width_tensor="multi_modal_projector.linear_2.weight",
-    settings=(
-        "vision_config",
-        "vision_feature_layer",
-        "vision_feature_select_strategy",
-        "projector_hidden_act",
-        "multimodal_projector_bias",
-    ),
+    settings=SETTINGS,
     vision_tensor_name=vision_tensor_name,
     refusal=refusal,
     image_rule=image_rule,
+    layers=layers_of,
 )

@@ -15,6 +15,7 @@ from llm_service.engine.block_pool import BlockPool
 from llm_service.engine.engine import EmbeddedEngine
 from llm_service.engine.runner import Runner
 from llm_service.engine.scheduler import Scheduler
+from llm_service.engine.stateful import StatefulRunner
 from llm_service.engine.values import (
     Constraint,
     DecoderParts,
@@ -168,7 +169,13 @@ class Greedy:
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...]
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -187,18 +194,36 @@ def play(
     blocks: int = 400,
     block_size: int = 16,
 ) -> Played:
+    """`play_parts` of a whole model."""
+    return play_parts(
+        parts(model), prompts, count, budget=budget, blocks=blocks, block_size=block_size
+    )
+
+
+def play_parts(
+    decoder: DecoderParts,
+    prompts: Sequence[Prompt],
+    count: int,
+    *,
+    budget: int = CONTEXT,
+    blocks: int = 400,
+    block_size: int = 16,
+) -> Played:
     """Greedy answers of `count` tokens by scheduler and runner, without the engine's thread.
 
     The end-of-sequence token, being forbidden in `generated` too, is never chosen.
     """
-    runner = Runner(parts(model), blocks, block_size)
-    scheduler = Scheduler(BlockPool(blocks, block_size), budget, 64)
+    whole = decoder.stateful is not None
+    runner = StatefulRunner(decoder) if whole else Runner(decoder, blocks, block_size)
+    scheduler = Scheduler(BlockPool(blocks, block_size), budget, 64, whole_prompts=whole)
     sequences = {
-        key: Greedy([*prompt.token_ids], prompt.images) for key, prompt in enumerate(prompts)
+        key: Greedy([*one.token_ids], one.images, one.positions, one.position_delta)
+        for key, one in enumerate(prompts)
     }
     for key, prompt in enumerate(prompts):
         scheduler.add(key, len(prompt.token_ids), len(prompt.token_ids) + count)
     while (step := scheduler.plan()).chunks:
+        runner.retain(scheduler.running_keys)
         predictions = runner.run(step, sequences)
         scheduler.commit(step)
         for key, row in zip(predictions.keys, predictions.logits, strict=True):
@@ -304,9 +329,17 @@ class Running:
 def running(
     model: Any, settings: EngineSettings | None = None, context_length: int = CONTEXT
 ) -> Iterator[Running]:
+    with running_parts(parts(model, context_length), settings) as started:
+        yield started
+
+
+@contextmanager
+def running_parts(
+    decoder: DecoderParts, settings: EngineSettings | None = None
+) -> Iterator[Running]:
     fatal_calls: list[None] = []
     engine = EmbeddedEngine(
-        parts(model, context_length),
+        decoder,
         tokenizer(),
         settings or EngineSettings(kv_bytes=4 << 20),
         on_fatal=lambda: fatal_calls.append(None),

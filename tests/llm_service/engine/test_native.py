@@ -52,10 +52,13 @@ class Known:
     """A sequence of given tokens."""
 
     images: tuple[ImageSpan, ...] = ()
+    positions: torch.Tensor | None = None
+    position_delta = 0
 
     def __init__(self, seed: int, length: int) -> None:
         numbers = torch.Generator().manual_seed(seed)
         self.token_ids: list[int] = torch.randint(VOCABULARY, (length,), generator=numbers).tolist()
+        self.prompt_tokens = length
 
 
 def seeded(make: Callable[[], Any]) -> Any:
