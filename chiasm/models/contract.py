@@ -1,5 +1,6 @@
 """What a model says about images before any tower has run: width, levels, rows, and their text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -117,6 +118,25 @@ def no_grid(grid_thw: Grid | None) -> None:
         raise ContractError(
             f"images of this model have no grid, the embedding states {grid_thw}; leave it out"
         )
+
+
+def of_stated_size(
+    form_of: Callable[[Size], ImageForm], row_count: int, grid_thw: Grid | None, size: Size | None
+) -> ImageForm:
+    """`of_rows` of a family whose rows follow from the size of the image alone."""
+    no_grid(grid_thw)
+    if size is None:
+        raise ContractError(
+            "this model places rows by the size of the image, which the embedding lacks; send it, "
+            "height and width in pixels, as image_sizes"
+        )
+    form = form_of(size)
+    if form.row_count != row_count:
+        raise ContractError(
+            f"an image of {size[0]} x {size[1]} pixels (height x width) has {form.row_count} rows "
+            f"in this model, the embedding has {row_count}"
+        )
+    return form
 
 
 @dataclass(frozen=True)

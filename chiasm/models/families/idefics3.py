@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from chiasm.models.contract import (
-    ContractError,
     Grid,
     ImageForm,
     Piece,
@@ -19,6 +18,7 @@ from chiasm.models.contract import (
     Size,
     fixed_pixels,
     no_grid,
+    of_stated_size,
 )
 from chiasm.models.families.decoders import layers_of
 from chiasm.models.families.names import under
@@ -43,18 +43,9 @@ class NamedTiles:
         no_grid(grid_thw)
         if size is None and row_count == self.tile_rows:
             return self._form(0, 0)
-        if size is None:
-            raise ContractError(
-                "the tiles of this model follow from the size of the image, which the embedding "
-                "lacks; send it, height and width in pixels, as image_sizes"
-            )
-        form = self.of_size(size, PixelOptions())
-        if form.row_count != row_count:
-            raise ContractError(
-                f"an image of {size[0]} x {size[1]} pixels (height x width) has {form.row_count} "
-                f"rows in this model, the embedding has {row_count}"
-            )
-        return form
+        return of_stated_size(
+            lambda known: self.of_size(known, PixelOptions()), row_count, grid_thw, size
+        )
 
     def processor_options(self, options: PixelOptions) -> dict[str, Any]:
         return fixed_pixels(options)

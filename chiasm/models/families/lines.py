@@ -15,7 +15,7 @@ from chiasm.models.contract import (
     PixelOptions,
     Size,
     fixed_pixels,
-    no_grid,
+    of_stated_size,
 )
 from chiasm.models.family import Sources
 
@@ -47,19 +47,7 @@ class LinedRows:
         return form
 
     def of_rows(self, row_count: int, grid_thw: Grid | None, size: Size | None) -> ImageForm:
-        no_grid(grid_thw)
-        if size is None:
-            raise ContractError(
-                "this model's lines follow from the size of the image, which the embedding lacks; "
-                "send it, height and width in pixels, as image_sizes"
-            )
-        form = self._form(size)
-        if form.row_count != row_count:
-            raise ContractError(
-                f"an image of {size[0]} x {size[1]} pixels (height x width) has {form.row_count} "
-                f"rows in this model, the embedding has {row_count}"
-            )
-        return form
+        return of_stated_size(self._form, row_count, grid_thw, size)
 
     def processor_options(self, options: PixelOptions) -> dict[str, Any]:
         # The image processor alone knows the tower's patches, not that cells of them are merged.

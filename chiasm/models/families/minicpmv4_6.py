@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from chiasm.models.contract import (
-    ContractError,
     Grid,
     ImageForm,
     Mark,
@@ -12,7 +11,7 @@ from chiasm.models.contract import (
     PixelOptions,
     Size,
     fixed_pixels,
-    no_grid,
+    of_stated_size,
 )
 from chiasm.models.families.names import token, under
 from chiasm.models.family import Family, Sources, stateful
@@ -63,19 +62,9 @@ class SlicedRows:
         return ImageForm(whole + each * down * across, (*text, *slices))
 
     def of_rows(self, row_count: int, grid_thw: Grid | None, size: Size | None) -> ImageForm:
-        no_grid(grid_thw)
-        if size is None:
-            raise ContractError(
-                "this model slices pictures by their size, which the embedding lacks; send height "
-                "and width of the picture as image_sizes"
-            )
-        form = self.of_size(size, PixelOptions())
-        if form.row_count != row_count:
-            raise ContractError(
-                f"an image of {size[0]} x {size[1]} pixels (height x width) has {form.row_count} "
-                f"rows, the embedding has {row_count}"
-            )
-        return form
+        return of_stated_size(
+            lambda known: self.of_size(known, PixelOptions()), row_count, grid_thw, size
+        )
 
     def processor_options(self, options: PixelOptions) -> dict[str, Any]:
         return fixed_pixels(options)

@@ -15,7 +15,7 @@ from chiasm.models.contract import (
     PixelOptions,
     Size,
     fixed_pixels,
-    no_grid,
+    of_stated_size,
 )
 
 # Above this share over the limit OneVision scales the tiles' rows down.
@@ -43,19 +43,7 @@ class TiledRows:
         return self._form(size)
 
     def of_rows(self, row_count: int, grid_thw: Grid | None, size: Size | None) -> ImageForm:
-        no_grid(grid_thw)
-        if size is None:
-            raise ContractError(
-                "this model's rows follow from the size of the image, which the embedding lacks; "
-                "send it, height and width in pixels, as image_sizes"
-            )
-        form = self._form(size)
-        if form.row_count != row_count:
-            raise ContractError(
-                f"an image of {size[0]} x {size[1]} pixels (height x width) has {form.row_count} "
-                f"rows in this model, the embedding has {row_count}"
-            )
-        return form
+        return of_stated_size(self._form, row_count, grid_thw, size)
 
     def processor_options(self, options: PixelOptions) -> dict[str, Any]:
         return fixed_pixels(options)
