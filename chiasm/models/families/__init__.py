@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from chiasm.models.checkpoint import CheckpointError
 from chiasm.models.families import (
+    aya_vision,
     gemma3,
     gemma4,
     glm4v,
@@ -40,6 +41,7 @@ _MODULES = (
     paligemma,
     qwen3_5,
     minicpmv4_6,
+    aya_vision,
 )
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
