@@ -37,11 +37,13 @@ class Expected:
         prompt: token ids of the prompt.
         answer: the tokens generated greedily.
         logprobs: float32 `[answer tokens, vocabulary]`.
+        greatest: the greatest logit's size, which float32's rounding goes with.
     """
 
     prompt: list[int]
     answer: list[int]
     logprobs: torch.Tensor
+    greatest: float
 
 
 class Whole:
@@ -66,7 +68,8 @@ class Whole:
             return_dict_in_generate=True,
         )
         logits = torch.cat(out.logits).float()
-        return Expected(prompt, out.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1))
+        answer = out.sequences[0, len(prompt) :].tolist()
+        return Expected(prompt, answer, logits.log_softmax(-1), float(logits.abs().max()))
 
     def inputs(self, turns: Sequence[Said]) -> dict[str, Any]:
         """What the processor makes of a conversation."""

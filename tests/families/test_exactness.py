@@ -18,6 +18,8 @@ pytestmark = [
 ]
 
 TOKENS = 8
+# Of logits, relative to the greatest: these checkpoints have logits of about 6, of which the last
+# bit of float32 is 5e-7, and sums in another order differ in several last bits.
 NEAR = 1e-5
 WAIT_SECONDS = 120
 SAID = conversations()
@@ -85,4 +87,4 @@ def check(answer: Answer, expected: Expected) -> None:
     assert answer.ended.wait(WAIT_SECONDS)
     assert answer.failed is None
     assert answer.tokens == expected.answer
-    assert difference(answer.logprobs, expected.logprobs) < NEAR
+    assert difference(answer.logprobs, expected.logprobs) < NEAR * max(1, expected.greatest)
