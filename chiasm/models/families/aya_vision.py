@@ -1,6 +1,6 @@
 """Aya Vision: numbered tiles and then the whole picture, equally many rows each.
 
-https://arxiv.org/abs/2505.08751, section 2.
+https://arxiv.org/abs/2505.08751
 """
 
 from dataclasses import dataclass
