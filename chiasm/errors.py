@@ -53,6 +53,11 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL"
 
 
+def sentence(text: str) -> str:
+    """`text` with a capital and a full stop, as all messages to callers have."""
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How one reason is told: its gRPC status and its HTTP status."""

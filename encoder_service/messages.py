@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from chiasm import tensors, torch_tensors
-from chiasm.errors import ChiasmError, Reason
+from chiasm.errors import ChiasmError, Reason, sentence
 from chiasm.images import FORMATS, ImageLimits
 from chiasm.models.contract import ContractError, ImageContract, PixelOptions
 from chiasm.models.identity import EncoderIdentity
@@ -67,8 +67,9 @@ def _read_options(options: image_pb2.ImageOptions) -> PixelOptions:
     try:
         return options_from_wire(options)
     except ContractError as error:
-        text = f"{error.message[0].upper()}{error.message[1:]}."
-        raise ChiasmError(Reason.REQUEST_INVALID, text, "image.options.detail") from error
+        raise ChiasmError(
+            Reason.REQUEST_INVALID, sentence(error.message), "image.options.detail"
+        ) from error
 
 
 def check_expected(request: Request, identity: EncoderIdentity) -> None:

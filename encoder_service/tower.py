@@ -6,7 +6,7 @@ from typing import Protocol
 import PIL.Image
 import torch
 
-from chiasm.errors import ChiasmError, Reason
+from chiasm.errors import ChiasmError, Reason, sentence
 from chiasm.images import ImageError, ImageLimits, decode_image
 from chiasm.models.contract import ImageContract, PixelOptions
 from chiasm.models.vision import ImageFeatures, ImageShapeError, PixelInputs
@@ -45,7 +45,7 @@ def prepare(
     except ImageShapeError as error:
         if error.option is not None:
             field = f"image.options.{error.option}"
-            raise ChiasmError(Reason.IMAGE_INVALID, _sentence(error.message), field) from error
+            raise ChiasmError(Reason.IMAGE_INVALID, sentence(error.message), field) from error
         raise refusal(Reason.IMAGE_INVALID, error.message, "image_parse_error") from error
 
 
@@ -63,10 +63,6 @@ def forward(tower: Tower, batch: Sequence[PixelInputs], bit_exact: bool) -> list
 def refusal(reason: Reason, message: str, code: str) -> ChiasmError:
     """A picture that is not served; `code` is OpenAI's name of the fault, for the gateway."""
     return ChiasmError(reason, message, IMAGE_DATA, metadata={"code": code})
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _finite(features: ImageFeatures) -> Outcome:

@@ -20,12 +20,12 @@ from chiasm import tensors, wire
 from chiasm.errors import ChiasmError, Reason
 from chiasm.tensors import Array
 from chiasm.v1 import image_pb2, llm_service_pb2
-from gateway.containers import ContainerError, ContainerTooLarge
+from gateway.containers import ContainerError
 from gateway.http.body import BodyBudget, read_body, unless_gone
 from gateway.http.observed import Exchange, exchange_of
 from gateway.llm import Card, Llm
 from gateway.openai import paths
-from gateway.openai.embeds import check_shape, decoded, sentence, split
+from gateway.openai.embeds import check_shape, decoded, fault, split
 from gateway.openai.errors import invalid
 from gateway.openai.schema import Body, Text
 from gateway.picture_items import Asked, Item, Pictures, as_parts, read_pictures
@@ -126,7 +126,7 @@ class ImageEmbeddings:
                 len(body), lambda: read_safetensors_items(view, limits.max_embedding_bytes)
             )
         except ContainerError as error:
-            raise _body_fault(error) from None
+            raise fault(error, None) from None
         most = min(limits.max_images, card.max_image_count)
         if len(stored) > most:
             text = f"The body has {len(stored)} tensors; the limit is {most}."
@@ -325,13 +325,6 @@ def _validated(kind: type[B], pictures: Pictures) -> B:
     except ValidationError as faults:
         first = faults.errors(include_url=False, include_context=False, include_input=False)[0]
         raise paths.told(first) from None
-
-
-def _body_fault(error: ContainerError) -> ChiasmError:
-    too_large = isinstance(error, ContainerTooLarge)
-    reason = Reason.BODY_TOO_LARGE if too_large else Reason.TENSOR_INVALID
-    code = "image_embeds_too_large" if too_large else "invalid_image_embeds"
-    return ChiasmError(reason, sentence(error.message), None, metadata={"code": code})
 
 
 def _uploaded(one: StoredEmbedding, card: Card) -> Asked:

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from chiasm import tensors, torch_tensors
-from chiasm.errors import ChiasmError, Reason, within
+from chiasm.errors import ChiasmError, Reason, sentence, within
 from chiasm.models.contract import ContractError, Grid, ImageContract, ImageForm, Size
 from chiasm.models.identity import EncoderIdentity
 from chiasm.models.wire import identity_from_wire
@@ -144,7 +144,7 @@ def _check_rows(
     try:
         form = contract.of_rows(row_count, _grid(message), _size(message))
     except ContractError as error:
-        raise _invalid(error.message[0].upper() + error.message[1:] + ".", "features") from error
+        raise _invalid(sentence(error.message), "features") from error
     if message.placeholder_count not in {0, row_count}:
         raise _invalid(
             f"placeholder_count says {message.placeholder_count}, but such features fill "

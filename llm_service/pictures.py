@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from chiasm.errors import ChiasmError, Reason, within
+from chiasm.errors import ChiasmError, Reason, sentence, within
 from chiasm.images import ImageError, ImageLimits, image_size
 from chiasm.models.contract import (
     ContractError,
@@ -139,8 +139,7 @@ class PictureReader:
             return self._contract.of_size(size, options)
         except ContractError as error:
             field = "data" if error.option is None else f"options.{error.option}"
-            text = f"{error.message[0].upper()}{error.message[1:]}."
-            raise ChiasmError(Reason.IMAGE_INVALID, text, field) from error
+            raise ChiasmError(Reason.IMAGE_INVALID, sentence(error.message), field) from error
 
     def _check_pixels(self, pixels: int, picture: Picture) -> None:
         if pixels > self._max_request_pixels:

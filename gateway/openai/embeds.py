@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from chiasm import tensors, wire
-from chiasm.errors import ChiasmError, Reason
+from chiasm.errors import ChiasmError, Reason, sentence
 from chiasm.v1 import image_pb2
 from gateway.containers import (
     ContainerError,
@@ -267,16 +267,12 @@ def _located(param: str) -> Iterator[None]:
     try:
         yield
     except ContainerError as error:
-        raise _fault(error, param) from None
+        raise fault(error, param) from None
 
 
-def _fault(error: ContainerError, param: str) -> ChiasmError:
+def fault(error: ContainerError, param: str | None) -> ChiasmError:
+    """What the caller is told of bytes that hold no embedding; `param` is None for a whole body."""
     too_large = isinstance(error, ContainerTooLarge)
     reason = Reason.BODY_TOO_LARGE if too_large else Reason.TENSOR_INVALID
     code = "image_embeds_too_large" if too_large else "invalid_image_embeds"
     return ChiasmError(reason, sentence(error.message), param, metadata={"code": code})
-
-
-def sentence(text: str) -> str:
-    """`text` with a capital and a full stop, as all messages of ours have."""
-    return f"{text[:1].upper()}{text[1:]}." if not text.endswith(".") else text

@@ -8,10 +8,10 @@ from typing import Any, Final, assert_never
 
 from chiasm import wire
 from chiasm.data_url import DataUrlError, parse_data_url
-from chiasm.errors import ChiasmError, Reason
+from chiasm.errors import ChiasmError, Reason, sentence
 from chiasm.v1 import image_pb2, llm_service_pb2
 from gateway.llm import Card
-from gateway.openai.embeds import EmbedsReader, decoded, sentence
+from gateway.openai.embeds import EmbedsReader, decoded
 from gateway.openai.pulled import Data
 from gateway.openai.schema import (
     ImageEmbedsPart,

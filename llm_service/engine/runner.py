@@ -192,6 +192,8 @@ class Runner:
 
     def _levels(self, ordered: Sequence[Chunk], sequences: Mapping[int, Tokens]) -> dict[str, Any]:
         """Deepstack's arguments; none where the step has no image token, as in the whole model."""
+        if not self._decoder.level_count:
+            return {}
         visual = torch.zeros(1, sum(chunk.length for chunk in ordered), dtype=torch.bool)
         levels: list[list[torch.Tensor]] = [[] for _ in range(self._decoder.level_count)]
         begin = 0
@@ -203,7 +205,7 @@ class Runner:
                 for level, added in zip(levels, image.levels, strict=True):
                     level.append(added[here].to(self._decoder.device, self._decoder.dtype))
             begin += chunk.length
-        if not levels or not levels[0]:
+        if not levels[0]:
             return {}
         return {
             "visual_pos_masks": visual.to(self._decoder.device),

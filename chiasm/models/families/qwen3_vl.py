@@ -1,20 +1,9 @@
 """Qwen3-VL: as Qwen2-VL, and the decoder's first layers take levels of their own (deepstack)."""
 
+from dataclasses import replace
 from typing import Any
 
-from chiasm.models.families.grids import OPTIONS, GridRows, qwen_rows
-from chiasm.models.families.names import under
-from chiasm.models.family import Family, Sources
-
-
-def refusal(config: Any) -> str | None:
-    if getattr(config.text_config, "use_sliding_window", False):
-        return "its decoder uses sliding-window attention, which is not supported"
-    return None
-
-
-def image_rule(sources: Sources) -> GridRows:
-    return qwen_rows(sources.image_processor)
+from chiasm.models.families import qwen2_vl
 
 
 def level_count(config: Any) -> int:
@@ -22,18 +11,10 @@ def level_count(config: Any) -> int:
     return len(config.vision_config.deepstack_visual_indexes)
 
 
-FAMILY = Family(
+FAMILY = replace(
+    qwen2_vl.FAMILY,
     model_type="qwen3_vl",
     title="Qwen3-VL",
-    vision_modules=("model.visual",),
-    language_modules=("model.language_model", "lm_head"),
     width_tensor="visual.merger.linear_fc2.weight",
-    settings=("vision_config",),
-    vision_tensor_name=under("visual"),
-    refusal=refusal,
-    image_rule=image_rule,
-    positions="mrope",
-    needs=("grid_thw",),
-    options=OPTIONS,
     level_count=level_count,
 )

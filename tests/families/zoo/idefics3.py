@@ -13,8 +13,17 @@ SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utte
 
 
 def build(directory: Path, seed: int = 0) -> None:
-    made = tokenizer(SPECIAL, chatml("<image>"), "Idefics3Processor")
-    config_of: Any = Idefics3Config
+    write(
+        directory, seed, "Idefics3Processor",
+        Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil,
+    )  # fmt: skip
+
+
+def write(
+    directory: Path, seed: int, processor: str, config_of: Any, model: Any, image_processor: Any
+) -> None:
+    """The checkpoint with the classes of Idefics3, or with SmolVLM's, which differ in name only."""
+    made = tokenizer(SPECIAL, chatml("<image>"), processor)
     config = config_of(
         vision_config={
             "hidden_size": 32,
@@ -30,13 +39,12 @@ def build(directory: Path, seed: int = 0) -> None:
         scale_factor=2,
         pad_token_id=token_id(made, "<pad>"),
     )
-    processors: Any = Idefics3ImageProcessorPil
     save(
         directory,
-        Idefics3ForConditionalGeneration,
+        model,
         config,
         made,
-        processors(size={"longest_edge": 168}, max_image_size={"longest_edge": 56}),
+        image_processor(size={"longest_edge": 168}, max_image_size={"longest_edge": 56}),
         seed,
-        processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        processor={"processor_class": processor, "image_seq_len": 4},
     )

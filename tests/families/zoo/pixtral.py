@@ -8,6 +8,17 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 
 from tests.families.zoo.common import chatml, save, text_settings, token_id, tokenizer
 
+TOWER = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 112,
+    "patch_size": 14,
+    "initializer_range": 0.2,
+}
 SPECIAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 
 
@@ -15,17 +26,7 @@ def build(directory: Path, seed: int = 0) -> None:
     made = tokenizer(SPECIAL, chatml("[IMG]"), "PixtralProcessor")
     config_of: Any = LlavaConfig
     config = config_of(
-        vision_config={
-            "model_type": "pixtral",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-            "image_size": 112,
-            "patch_size": 14,
-            "initializer_range": 0.2,
-        },
+        vision_config=TOWER,
         text_config={"model_type": "mistral", **text_settings(made), "sliding_window": None},
         image_token_index=token_id(made, "[IMG]"),
         vision_feature_layer=-1,

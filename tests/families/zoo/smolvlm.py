@@ -1,42 +1,15 @@
 """SmolVLM."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.families.zoo.common import chatml, save, text_settings, token_id, tokenizer
-
-TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES]
+from tests.families.zoo.idefics3 import write
 
 
 def build(directory: Path, seed: int = 0) -> None:
-    made = tokenizer(SPECIAL, chatml("<image>"), "SmolVLMProcessor")
-    config_of: Any = SmolVLMConfig
-    config = config_of(
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "initializer_range": 0.2,
-        },
-        text_config={"model_type": "llama", **text_settings(made)},
-        image_token_id=token_id(made, "<image>"),
-        scale_factor=2,
-        pad_token_id=token_id(made, "<pad>"),
-    )
-    processors: Any = SmolVLMImageProcessorPil
-    save(
-        directory,
-        SmolVLMForConditionalGeneration,
-        config,
-        made,
-        processors(size={"longest_edge": 168}, max_image_size={"longest_edge": 56}),
-        seed,
-        processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
-    )
+    write(
+        directory, seed, "SmolVLMProcessor",
+        SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil,
+    )  # fmt: skip
