@@ -178,6 +178,8 @@ def _check_message(place: str, message: Message) -> None:
 
 def _check_part(place: str, part: Part) -> None:
     """A picture may be left out where its uuid names one that was sent before."""
+    if isinstance(part, ImageEmbedsPart):
+        _check_beside(place, part)
     match part:
         case (
             ImageUrlPart(image_url=None, uuid=None) | ImageEmbedsPart(image_embeds=None, uuid=None)
@@ -185,6 +187,16 @@ def _check_part(place: str, part: Part) -> None:
             param = f"{place}.{part.type}"
             text = f"The required field {param} is missing, and there is no uuid in its stead."
             raise invalid(text, param, "missing_required_parameter")
+
+
+def _check_beside(place: str, part: ImageEmbedsPart) -> None:
+    for name in ("image_grid_thw", "image_sizes"):
+        if getattr(part, name) is not None:
+            text = (
+                f"{name} belongs into the object image_embeds, beside the rows: "
+                f'{{"image_embeds": {{"image_embeds": ..., "{name}": ...}}}}.'
+            )
+            raise invalid(text, f"{place}.{name}")
 
 
 def _refuse_unserved(request: ChatRequest) -> None:

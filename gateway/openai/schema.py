@@ -165,11 +165,14 @@ class ImageUrlPart(Body):
 
 class ImageEmbedsPart(Body):
     """Precomputed features: base64 of a file of torch.save, numpy.save or safetensors, alone or in
-    an object, whose forms `gateway.openai.embeds` lists. `uuid` as for pictures."""
+    an object, whose forms `gateway.openai.embeds` lists. `uuid` as for pictures. The last two stand
+    in that object; here they are read only to say so."""
 
     type: Literal["image_embeds"] = "image_embeds"
     image_embeds: Embeds | None = None
     uuid: Alias | None = None
+    image_grid_thw: Any = None
+    image_sizes: Any = None
 
 
 class UnservedPart(Body):

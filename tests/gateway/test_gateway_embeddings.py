@@ -217,6 +217,15 @@ async def test_names_that_are_not_known_are_refused_not_dropped(system: System) 
     assert len(error["message"]) < 300
 
 
+@pytest.mark.parametrize("name", ["image_grid_thw", "image_sizes"])
+async def test_what_stands_beside_the_object_is_refused_not_dropped(
+    system: System, name: str
+) -> None:
+    error = await refused(system, embeds(npy(rows())) | {name: [1, 2, 2]})
+    assert error["param"] == f"{FIRST}.{name}"
+    assert "into the object image_embeds" in error["message"]
+
+
 async def test_a_reference_arrives_by_its_id(system: System) -> None:
     part = (await received(system, embeds({"ref": "emb_A-b_9"}))).message.messages[0].parts[0]
     assert part.reference.id == "emb_A-b_9"
