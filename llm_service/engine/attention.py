@@ -69,10 +69,14 @@ class KvPool:
         self.tensor[layer, 1][blocks, :, places] = values
 
     def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[kv head, blocks, block_size, head_dim]`, copied together."""
+        """Keys and values `[blocks, kv head, block_size, head_dim]`, copied together.
+
+        Selected along the first axis: along another of a transposed view torch would first copy the
+        whole pool on the CPU.
+        """
         return (
-            self.tensor[layer, 0].transpose(0, 1).index_select(1, blocks),
-            self.tensor[layer, 1].transpose(0, 1).index_select(1, blocks),
+            self.tensor[layer, 0].index_select(0, blocks),
+            self.tensor[layer, 1].index_select(0, blocks),
         )
 
 
@@ -210,9 +214,9 @@ def _decode(
     layer: int, query: torch.Tensor, group: _DecodeGroup, pool: KvPool, scaling: float
 ) -> torch.Tensor:
     rows = group.end - group.begin
-    # [kv head, rows * blocks, block_size, head_dim] to [rows, kv head, slots, head_dim]
+    # [rows * blocks, kv head, block_size, head_dim] to [rows, kv head, slots, head_dim]
     keys, values = (
-        part.view(part.shape[0], rows, -1, part.shape[3]).transpose(0, 1)
+        part.view(rows, -1, *part.shape[1:]).transpose(1, 2).flatten(2, 3)
         for part in pool.read(layer, group.blocks)
     )
     return functional.scaled_dot_product_attention(
@@ -227,8 +231,10 @@ def _seen_by(
     if span.blocks is None or span.visible is None:
         return keys, values
     seen = span.visible.shape[1]
-    read = pool.read(layer, span.blocks)
-    return read[0].flatten(1, 2)[:, :seen], read[1].flatten(1, 2)[:, :seen]
+    read_keys, read_values = (
+        part.transpose(0, 1).flatten(1, 2)[:, :seen] for part in pool.read(layer, span.blocks)
+    )
+    return read_keys, read_values
 
 
 def _prefill(
