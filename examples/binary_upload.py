@@ -1,6 +1,6 @@
 """Fetch a picture's features as one binary body, send such a body back, and ask about it.
 
-    python examples/binary_upload.py --gateway http://127.0.0.1:8000 picture.png
+    .venv/bin/python examples/binary_upload.py --gateway http://127.0.0.1:8000 picture.png
 
 No base64 on the way of the tensors. Needs the package safetensors.
 """

@@ -1,6 +1,6 @@
 """Over gRPC: have an encoder service encode a picture, hand its features to the LLM service.
 
-python examples/grpc_encode_then_generate.py --encoder HOST:PORT --llm HOST:PORT picture.png
+.venv/bin/python examples/grpc_encode_then_generate.py --encoder HOST:PORT --llm HOST:PORT FILE
 """
 
 import argparse

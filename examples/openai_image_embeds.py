@@ -1,6 +1,6 @@
 """Encode a picture here, with transformers, and ask about its features with OpenAI's own client.
 
-    python examples/openai_image_embeds.py --model CHECKPOINT --gateway http://127.0.0.1:8000 p.png
+    .venv/bin/python examples/openai_image_embeds.py --model CHECKPOINT --gateway URL picture.png
 
 The picture never leaves this machine. Needs the packages torch, transformers and openai.
 """

@@ -1,6 +1,6 @@
 """Encode a picture once, then ask about it in turn after turn for a few bytes each.
 
-python examples/reference_across_turns.py --gateway http://127.0.0.1:8000 picture.png
+.venv/bin/python examples/reference_across_turns.py --gateway http://127.0.0.1:8000 picture.png
 """
 
 import argparse

@@ -274,7 +274,8 @@ def _returned(reply: wire.Wired[llm_service_pb2.HoldEmbeddingResponse], dtype: s
     found = cast(joined(arrays), dtype)
     if found is None:
         has = arrays[0].data_type.name
-        text = f"The features are {has} and would be rounded; ask for {has} or float32."
+        kinds = " or ".join(dict.fromkeys((has, "float32")))
+        text = f"The features are {has} and would be rounded; ask for {kinds}."
         raise ChiasmError(Reason.UNSUPPORTED, text, "dtype")
     return found
 
