@@ -47,6 +47,9 @@ from llm_service.request import read_sampling
 from llm_service.servicer import LlmServicer
 from llm_service.settings import LlmSettings
 from llm_service.vision.cached import CachedSource
+from llm_service.vision.discovery import discovery
+from llm_service.vision.fallback import WithFallback
+from llm_service.vision.fleet_metrics import FleetMetrics
 from llm_service.vision.local import LocalTower
 from llm_service.vision.pool import EncoderPool
 from llm_service.vision.source import NoVision, VisionSource
@@ -91,7 +94,7 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     model = await asyncio.to_thread(_load_language, settings)
     with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
         metrics = LlmMetrics(registry)
-        vision = await _open_vision(settings, model, workers, metrics)
+        vision = await _open_vision(settings, model, workers, metrics, registry)
         holding = _open_holding(settings, model, workers, registry)
         constraints = Compiler(_vocabulary(model), settings.constraints)
         try:
@@ -171,21 +174,37 @@ def _vocabulary(model: LanguageHalf) -> Vocabulary | None:
 
 
 async def _open_vision(
-    settings: LlmSettings, model: LanguageHalf, workers: Executor, metrics: LlmMetrics
+    settings: LlmSettings,
+    model: LanguageHalf,
+    workers: Executor,
+    metrics: LlmMetrics,
+    registry: CollectorRegistry,
 ) -> VisionSource:
     if settings.vision == "none":
         return NoVision()
-    source: VisionSource
-    if settings.vision == "remote":
-        source = EncoderPool(settings.encoder_targets, model.contract)
-    else:
+    local: VisionSource | None = None
+    if "local" in (settings.vision, settings.vision_fallback):
         half = await asyncio.to_thread(_load_vision, settings)
-        source = LocalTower(half, settings.image_limits, workers)
+        local = LocalTower(half, settings.image_limits, workers, settings.max_local_images)
+    source = local if settings.vision == "local" else _fleet(settings, model, local, registry)
+    assert source is not None
     entries: EmbeddingCache[Rows] = EmbeddingCache(
         settings.embedding_cache_bytes, lambda rows: rows.byte_count, metrics.cache_evictions.inc
     )
     metrics.cache_bytes.set_function(lambda: entries.byte_count)
     return CachedSource(source, model.contract.expected_identity, entries, workers)
+
+
+def _fleet(
+    settings: LlmSettings,
+    model: LanguageHalf,
+    local: VisionSource | None,
+    registry: CollectorRegistry,
+) -> VisionSource:
+    metrics = FleetMetrics(registry)
+    found = discovery(settings.encoder_targets)
+    fleet = EncoderPool(found, model.contract, settings.pool, metrics)
+    return fleet if local is None else WithFallback(fleet, local, metrics)
 
 
 def _open_holding(

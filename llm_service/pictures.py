@@ -1,6 +1,7 @@
 """The pictures of a request: their sizes before encoding, and their rows, fetched in parallel."""
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from llm_service.embeddings import Rows, check_embedding
 from llm_service.references import References
 from llm_service.request import CallerEmbedding, Picture, RawImage, Reference
 from llm_service.vision.local import image_fault
-from llm_service.vision.source import Asked, Fetched, VisionSource
+from llm_service.vision.source import Asked, Fetched, Sought, VisionSource
 
 _S = llm_service_pb2
 _SOURCES = {
@@ -36,6 +37,8 @@ class Measured:
     picture: Picture
     form: ImageForm
     rows: Rows | None
+    # SHA-256 of the file of a raw picture.
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,8 @@ class PictureReader:
                 form = self._form((height, width), picture.content.options)
             pixels += height * width
             self._check_pixels(pixels, picture)
-            measured.append(Measured(picture, form, None))
+            digest = hashlib.sha256(picture.content.data).digest()
+            measured.append(Measured(picture, form, None, digest))
         return measured
 
     def _size(self, image: RawImage) -> tuple[int, int]:
@@ -158,19 +162,9 @@ class PictureReader:
             source = _S.IMAGE_SOURCE_REFERENCE if held else _S.IMAGE_SOURCE_CALLER
             return Ready(picture, measured.rows, source)
         assert isinstance(content, RawImage)
+        sought = Sought(content, measured.digest, measured.form, asked)
         with within(picture.place):
-            return _ready(picture, _same(await self._vision.encode(content, asked), measured.form))
-
-
-def _same(fetched: Fetched, form: ImageForm) -> Fetched:
-    """Raises INTERNAL for rows that do not take the room which the prompt gave them."""
-    if fetched.rows.form != form:
-        raise ChiasmError(
-            Reason.INTERNAL,
-            f"An encoder gave {fetched.rows.form.row_count} rows, the prompt has room for "
-            f"{form.row_count}.",
-        )
-    return fetched
+            return _ready(picture, await self._vision.encode(sought))
 
 
 def _ready(picture: Picture, fetched: Fetched) -> Ready:

@@ -12,13 +12,16 @@ from chiasm.images import DEFAULT_LIMITS, ImageLimits
 from chiasm.rpc.server import ServerSettings
 from chiasm.settings import Settings
 from chiasm.telemetry import LogFormat, LogLevel
+from llm_service.vision.discovery import check_target
 
 if TYPE_CHECKING:
     from llm_service.constraint.limits import ConstraintLimits
     from llm_service.engine.values import EngineSettings
     from llm_service.holding.shared import SharedSettings
+    from llm_service.vision.pool import PoolSettings
 
 Vision = Literal["none", "local", "remote"]
+Fallback = Literal["none", "local"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 _STORE_SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -42,7 +45,36 @@ class LlmSettings(Settings):
     )
     encoders: str = Field(
         "127.0.0.1:50061",
-        description="Encoder services for --vision remote: host:port, separated by commas.",
+        description="Encoder services for --vision remote, separated by commas: host:port; "
+        "dns:///name:port for every address of a name, looked up again and again; file:///path for "
+        "a file with one host:port a line, read again when it changes.",
+    )
+    encoder_attempts: int = Field(
+        3, ge=1, le=16, description="Most encoders that are asked for one picture."
+    )
+    encoder_attempt_seconds: float = Field(
+        120, gt=0, description="Longest that one encoder may take for one picture."
+    )
+    encoder_silence_seconds: float = Field(
+        6, gt=0, description="An encoder that answers no probe for so long is given up."
+    )
+    encoder_wait_seconds: float = Field(
+        1,
+        ge=0,
+        description="For how long pictures wait for an encoder after the last one was lost; then "
+        "they fail at once.",
+    )
+    encoder_hedge: bool = Field(
+        False,
+        description="Ask a second encoder for a picture whose answer is later than 95 of 100 are.",
+    )
+    vision_fallback: Fallback = Field(
+        "none",
+        description="With --vision remote, who encodes when no encoder answers: none, or local: a "
+        "tower in this process, loaded at start.",
+    )
+    max_local_images: int = Field(
+        256, ge=1, description="Most pictures in work in a local tower; beyond it QUEUE_FULL."
     )
     dtype: DTypeName = Field("float32", description="Type in which the decoder computes.")
     encoder_dtype: DTypeName | None = Field(
@@ -143,8 +175,8 @@ class LlmSettings(Settings):
             raise ValueError("step_token_budget must be at least max_running")
         if 0 < self.decode_stretch <= 1:
             raise ValueError("decode_stretch must be above 1, or 0 for no limit")
-        if self.vision == "remote" and not self.encoder_targets:
-            raise ValueError("vision is remote, so encoders must name at least one host:port")
+        if self.vision == "remote":
+            _check_targets(self.encoder_targets)
         if self.reference_store is not None:
             _check_store(self.reference_store.get_secret_value())
         return self
@@ -156,6 +188,23 @@ class LlmSettings(Settings):
     @property
     def encoder_targets(self) -> tuple[str, ...]:
         return tuple(part.strip() for part in self.encoders.split(",") if part.strip())
+
+    @property
+    def pool(self) -> "PoolSettings":
+        # Loads torch.
+        from llm_service.vision.encoder import EncoderSettings
+        from llm_service.vision.pool import PoolSettings
+
+        return PoolSettings(
+            encoder=EncoderSettings(
+                silence_seconds=self.encoder_silence_seconds,
+                attempt_seconds=self.encoder_attempt_seconds,
+            ),
+            attempts=self.encoder_attempts,
+            # With a tower of its own the service has better to do than to wait.
+            wait_seconds=0 if self.vision_fallback == "local" else self.encoder_wait_seconds,
+            hedge=self.encoder_hedge,
+        )
 
     @property
     def image_limits(self) -> ImageLimits:
@@ -206,6 +255,16 @@ class LlmSettings(Settings):
             grace_seconds=self.grace_seconds,
             connection_age_seconds=self.connection_age_seconds,
         )
+
+
+def _check_targets(targets: tuple[str, ...]) -> None:
+    if not targets:
+        raise ValueError(
+            "vision is remote, so encoders must name at least one host:port, dns:///name:port or "
+            "file:///path"
+        )
+    for target in targets:
+        check_target(target)
 
 
 def _check_store(url: str) -> None:

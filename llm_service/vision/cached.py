@@ -1,7 +1,6 @@
 """A vision source behind a cache of its rows, keyed by tenant, encoder and content."""
 
 import asyncio
-import hashlib
 import time
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -9,8 +8,7 @@ from dataclasses import replace
 from chiasm.embedding_cache import EmbeddingCache, embedding_key
 from chiasm.models.identity import EncoderIdentity
 from llm_service.embeddings import Rows
-from llm_service.request import RawImage
-from llm_service.vision.source import Asked, Fetched, VisionSource
+from llm_service.vision.source import Fetched, Sought, VisionSource
 
 
 class CachedSource:
@@ -28,15 +26,13 @@ class CachedSource:
         self._workers = workers
         self._entries = entries
 
-    async def encode(self, image: RawImage, asked: Asked) -> Fetched:
+    async def encode(self, sought: Sought) -> Fetched:
         began = time.monotonic()
-        key = await asyncio.get_running_loop().run_in_executor(
-            self._workers, self._key, image, asked.tenant
-        )
+        key = self._key(sought)
         rows = self._entries.get(key)
         if rows is not None:
             return Fetched(rows, "cache", fetch_seconds=time.monotonic() - began)
-        fetched = await self._source.encode(image, asked)
+        fetched = await self._source.encode(sought)
         rows = await asyncio.get_running_loop().run_in_executor(
             self._workers, fetched.rows.named, self._identity
         )
@@ -46,6 +42,8 @@ class CachedSource:
     async def close(self) -> None:
         await self._source.close()
 
-    def _key(self, image: RawImage, tenant: str) -> bytes:
-        digest = hashlib.sha256(image.data).digest()
-        return embedding_key(tenant, self._identity, digest, len(image.data), image.options)
+    def _key(self, sought: Sought) -> bytes:
+        image = sought.image
+        return embedding_key(
+            sought.asked.tenant, self._identity, sought.digest, len(image.data), image.options
+        )

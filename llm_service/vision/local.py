@@ -2,43 +2,76 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from chiasm.errors import ChiasmError, Reason
 from chiasm.images import ImageError, ImageLimits, decode_image
+from chiasm.models.contract import ImageForm
 from chiasm.models.vision import ImageFeatures, ImageShapeError, PixelInputs, VisionHalf
 from llm_service.embeddings import Rows, check_finite
 from llm_service.request import RawImage
-from llm_service.vision.source import Asked, Fetched
+from llm_service.vision.source import Fetched, Sought
+
+_RETRY_SECONDS = 1.0
 
 
 class LocalTower:
     """Decodes and prepares pictures in `workers`, runs the tower on a thread of its own."""
 
-    def __init__(self, half: VisionHalf, limits: ImageLimits, workers: Executor) -> None:
+    def __init__(self, half: VisionHalf, limits: ImageLimits, workers: Executor, most: int) -> None:
+        """`most` pictures may be in work at once; one more is refused with QUEUE_FULL."""
+        self._most = most
+        self._waiting = 0
         self._half = half
         self._limits = limits
         self._workers = workers
         self._tower = ThreadPoolExecutor(1, "tower")
 
-    async def encode(self, image: RawImage, asked: Asked) -> Fetched:
+    async def encode(self, sought: Sought) -> Fetched:
         began = time.monotonic()
-        loop = asyncio.get_running_loop()
-        pixels = await loop.run_in_executor(self._workers, self._prepare, image)
-        features = await loop.run_in_executor(self._tower, self._forward, pixels, asked.deadline)
-        rows = self._checked(features)
+        with self._admitted():
+            features = await self._features(sought)
+        rows = self._checked(features, sought.form)
         seconds = time.monotonic() - began
         return Fetched(rows, "local", fetch_seconds=seconds, encode_seconds=seconds)
 
     async def close(self) -> None:
         self._tower.shutdown(wait=False, cancel_futures=True)
 
-    def _checked(self, features: ImageFeatures) -> Rows:
+    async def _features(self, sought: Sought) -> ImageFeatures:
+        loop = asyncio.get_running_loop()
+        pixels = await loop.run_in_executor(self._workers, self._prepare, sought.image)
+        return await loop.run_in_executor(self._tower, self._forward, pixels, sought.asked.deadline)
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self._waiting >= self._most:
+            raise ChiasmError(
+                Reason.QUEUE_FULL,
+                f"{self._waiting} pictures wait for the tower and at most {self._most} may; try "
+                "again later.",
+                retry_after=_RETRY_SECONDS,
+            )
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    def _checked(self, features: ImageFeatures, expected: ImageForm) -> Rows:
         for part in (features.rows, *features.levels):
             check_finite(part)
         form = self._half.contract.of_rows(
             len(features.rows), features.grid_thw, features.image_size
         )
+        if form != expected:
+            raise ChiasmError(
+                Reason.INTERNAL,
+                f"The tower gave {form.row_count} rows, the prompt has room for "
+                f"{expected.row_count}.",
+            )
         return Rows(
             features.rows,
             form,

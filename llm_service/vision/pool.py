@@ -1,161 +1,233 @@
-"""The remote vision source: encoder services, tried in order of their load.
+"""The remote vision source: a fleet of encoder services that changes while it serves.
 
-A picture goes to the encoder with the fewest outstanding pictures. If that one cannot be reached,
-is full, or answers against the contract, the next is tried, each at most once and within the
-deadline. An error in the picture itself is final.
+Discovery says which there are, `placement` which to ask first, `standing` which may be asked,
+`attempts` what a failure means and how often to try again. This module ties them together.
 """
 
-import itertools
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from chiasm import telemetry, wire
-from chiasm.errors import ChiasmError, Reason
+from chiasm import telemetry
+from chiasm.errors import ChiasmError
 from chiasm.models.contract import ImageContract
-from chiasm.models.wire import identity_to_wire, options_to_wire
-from chiasm.rpc import limits
-from chiasm.rpc.channel import EncoderMethods, open_channel
 from chiasm.rpc.context import seconds_left
-from chiasm.rpc.embedding_stream import receive_embedding
-from chiasm.v1 import encoder_service_pb2, image_pb2
-from llm_service.embeddings import Rows, check_embedding
-from llm_service.request import CallerEmbedding, RawImage
-from llm_service.vision.source import Asked, Fetched
-
-# What another encoder may answer better. QUEUE_FULL last: it is what the caller is told if all are.
-_TRY_ANOTHER = frozenset({Reason.NOT_READY, Reason.NO_ENCODER, Reason.QUEUE_FULL, Reason.INTERNAL})
-_FAULTS_OF_THE_PICTURE = frozenset(
-    {Reason.IMAGE_INVALID, Reason.IMAGE_TOO_LARGE, Reason.REQUEST_INVALID, Reason.UNSUPPORTED}
+from llm_service.vision.attempts import (
+    Attempts,
+    Latencies,
+    Lie,
+    RetryBudget,
+    Silence,
+    judge,
+    told,
 )
-_RETRY_SECONDS = 1.0
+from llm_service.vision.discovery import Discovery
+from llm_service.vision.encoder import Encoder, EncoderSettings
+from llm_service.vision.fleet_metrics import FleetMetrics
+from llm_service.vision.placement import Seat, order
+from llm_service.vision.race import first_good
+from llm_service.vision.source import Fetched, Sought
+from llm_service.vision.standing import Cause, Standing, too_slow
+
+# At most this many probes a second, over the whole fleet.
+_PROBES_PER_SECOND = 200
+_LEAST_PROBE_SECONDS = 1.0
+_HEDGE_QUANTILE = 0.95
+_RETRY_SHARE, _RETRY_RESERVE = 0.2, 100.0
 
 
-class Encoder:
-    """One encoder service: its channel and the pictures it has not answered yet."""
+@dataclass(frozen=True)
+class PoolSettings:
+    """How the fleet is asked.
 
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.channel = open_channel(target)
-        self.outstanding = 0
+    Attributes:
+        encoder: how each encoder is watched and asked.
+        attempts: most encoders that are asked for one picture.
+        wait_seconds: how long pictures wait for an encoder once there is none to ask.
+        hedge: whether a picture is asked for a second time when its answer is late.
+    """
+
+    encoder: EncoderSettings
+    attempts: int
+    wait_seconds: float
+    hedge: bool
 
 
 class EncoderPool:
-    """Encoder services behind one LLM service."""
+    """Encoder services behind one LLM service. Make it on the event loop that uses it."""
 
-    def __init__(self, targets: Sequence[str], contract: ImageContract) -> None:
-        self._encoders = [Encoder(target) for target in targets]
+    def __init__(
+        self,
+        discovery: Discovery,
+        contract: ImageContract,
+        settings: PoolSettings,
+        metrics: FleetMetrics,
+    ) -> None:
         self._contract = contract
-        self._identity = identity_to_wire(contract.expected_identity)
-        self._turn = itertools.count()
+        self._settings = settings
+        self._metrics = metrics
+        self._encoders: dict[str, Encoder] = {}
+        self._changed = asyncio.Condition()
+        # time.monotonic() since which there has been nobody to ask; None while there is somebody.
+        self._bare_since: float | None = time.monotonic()
+        self._budget = RetryBudget(_RETRY_SHARE, _RETRY_RESERVE)
+        self._latencies = Latencies()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._following = asyncio.create_task(self._follow(discovery))
+        metrics.watch(self.standings, lambda: sum(one.outstanding for one in self._fleet))
 
-    async def encode(self, image: RawImage, asked: Asked) -> Fetched:
-        failures: list[ChiasmError] = []
-        for encoder in by_load(self._encoders, next(self._turn)):
+    @property
+    def _fleet(self) -> Iterable[Encoder]:
+        return self._encoders.values()
+
+    def standings(self) -> list[Standing]:
+        """The standing of every encoder that discovery names."""
+        return [encoder.standing for encoder in self._fleet]
+
+    async def encode(self, sought: Sought) -> Fetched:
+        """The rows of a picture from the first encoder that gives them.
+
+        Raises ChiasmError: a fault of the picture, QUEUE_FULL, NO_ENCODER, ENCODER_MISMATCH,
+        DEADLINE, or INTERNAL for a failure that an encoder told or an answer that was wrong.
+        """
+        began = time.monotonic()
+        attempts = Attempts(self._settings.attempts)
+        self._budget.earn()
+        while (encoder := await self._next(sought, attempts)) is not None:
             try:
-                return await self._ask(encoder, image, asked)
-            except ChiasmError as error:
-                if error.reason in _FAULTS_OF_THE_PICTURE:
-                    raise _fault_of_the_picture(error) from error
-                failures.append(error)
-                telemetry.logger().warning(
-                    "encoder failed", encoder=encoder.target, detail=str(error)
-                )
-                if error.reason not in _TRY_ANOTHER or seconds_left(asked.deadline) <= 0:
+                fetched = await self._ask(encoder, sought, attempts)
+            except (ChiasmError, Lie, Silence) as error:
+                if not attempts.go_on(error) or seconds_left(sought.asked.deadline) <= 0:
                     break
-        raise told_failure(failures)
+            else:
+                return replace(fetched, fetch_seconds=time.monotonic() - began)
+        raise told(attempts.failures)
 
     async def close(self) -> None:
-        for encoder in self._encoders:
-            await encoder.channel.close()
+        tasks = [self._following, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(encoder.close() for encoder in self._fleet))
 
-    async def _ask(self, encoder: Encoder, image: RawImage, asked: Asked) -> Fetched:
-        began = time.monotonic()
-        encoder.outstanding += 1
+    async def _next(self, sought: Sought, attempts: Attempts) -> Encoder | None:
+        """The encoder to ask now; None if there is none, or enough were asked."""
+        if attempts.over:
+            return None
+        chosen = self._choose(sought, attempts)
+        if chosen is None and not attempts.refused:
+            chosen = await self._wait_for_one(sought, attempts)
+        if chosen is None or not attempts.failures:
+            return chosen
+        if not self._budget.spend():
+            self._metrics.unaffordable.inc()
+            return None
+        self._metrics.retries.inc()
+        return chosen
+
+    def _choose(self, sought: Sought, attempts: Attempts) -> Encoder | None:
+        possible = [
+            one
+            for one in self._fleet
+            if one.standing.ready and attempts.allow(one.address, one.standing.proved_at)
+        ] or [
+            one
+            for one in self._fleet
+            if one.standing.last_resort and attempts.allow(one.address, 0)
+        ]
+        if not possible:
+            return None
+        seats = [Seat(one.address, one.outstanding) for one in possible]
+        return possible[order(seats, sought.digest)[0]]
+
+    async def _wait_for_one(self, sought: Sought, attempts: Attempts) -> Encoder | None:
+        """Waits for an encoder that is just being found, not for a fleet known to be gone."""
+        since = self._bare_since or time.monotonic()
+        limit = since + self._settings.wait_seconds - time.monotonic()
+        limit = min(limit, seconds_left(sought.asked.deadline))
         try:
-            reply = await self._call(encoder, image, asked)
-        finally:
-            encoder.outstanding -= 1
-        rows = self._checked(reply.message.embedding, reply.buffers)
-        return Fetched(
-            rows=rows,
-            origin="remote",
-            encoder_name=reply.message.encoder_name or encoder.target,
-            encoder_cache_hit=reply.message.source == encoder_service_pb2.ENCODE_SOURCE_CACHE,
-            encode_seconds=reply.message.timings.total_seconds,
-            fetch_seconds=time.monotonic() - began,
-        )
+            async with asyncio.timeout(max(0, limit)), self._changed:
+                while (chosen := self._choose(sought, attempts)) is None:
+                    await self._changed.wait()
+                return chosen
+        except TimeoutError:
+            return None
 
-    async def _call(self, encoder: Encoder, image: RawImage, asked: Asked) -> wire.Wired[Any]:
-        how: dict[str, Any] = {
-            "timeout": max(0.001, seconds_left(asked.deadline)),
-            "metadata": ((limits.REQUEST_ID, asked.request_id),),
-        }
+    async def _ask(self, encoder: Encoder, sought: Sought, attempts: Attempts) -> Fetched:
+        late = self._latencies.quantile(_HEDGE_QUANTILE) if self._settings.hedge else None
+        first = self._judged(encoder, sought, attempts)
+        if late is None:
+            return await first
+        return await first_good(first, late, lambda: self._hedge(sought, attempts))
+
+    def _hedge(self, sought: Sought, attempts: Attempts) -> Coroutine[Any, Any, Fetched] | None:
+        other = self._choose(sought, attempts)
+        if other is None or not self._budget.spend():
+            return None
+        self._metrics.hedges.inc()
+        return self._judged(other, sought, attempts)
+
+    async def _judged(self, encoder: Encoder, sought: Sought, attempts: Attempts) -> Fetched:
+        """One attempt, with what its end says about the encoder."""
+        attempts.begin(encoder.address, time.monotonic())
         try:
-            request = self._request(encoder_service_pb2.EncodeImageRequest, image, asked)
-            return await EncoderMethods.ENCODE_IMAGE.call(encoder.channel, request, **how)
-        except ChiasmError as error:
-            if error.reason is not Reason.TENSOR_TOO_LARGE:
-                raise
-        streamed = self._request(encoder_service_pb2.EncodeImageStreamRequest, image, asked)
-        method = EncoderMethods.ENCODE_IMAGE_STREAM
-        return await receive_embedding(method.stream(encoder.channel, streamed, **how))
+            fetched = await encoder.ask(sought)
+        except (ChiasmError, Lie, Silence) as error:
+            self._blame(encoder, error)
+            raise
+        self._metrics.attempts.labels("answered").inc()
+        self._latencies.add(fetched.fetch_seconds)
+        if too_slow(encoder.standing, self.standings()):
+            encoder.eject(Cause.SLOW, f"{fetched.fetch_seconds:.2f} s for the last picture")
+        return fetched
 
-    def _request(self, kind: Any, image: RawImage, asked: Asked) -> wire.Wired[Any]:
-        buffers = wire.Buffers()
-        message = kind(
-            image=image_pb2.Image(
-                data=buffers.put(image.data), options=options_to_wire(image.options)
-            ),
-            tenant=asked.tenant,
-            expected_identity=self._identity,
-        )
-        return wire.Wired(message, buffers)
+    def _blame(self, encoder: Encoder, error: Exception) -> None:
+        judgement = judge(error)
+        self._metrics.attempts.labels(judgement.label).inc()
+        if judgement.cause is not None:
+            encoder.eject(judgement.cause, str(error))
+        elif judgement.counted:
+            encoder.failed(str(error))
 
-    def _checked(self, embedding: image_pb2.ImageEmbedding, buffers: wire.Buffers) -> Rows:
-        levels = tuple(buffers.get(level.data) for level in embedding.levels)
-        features = buffers.get(embedding.features.data)
-        try:
-            rows = check_embedding(CallerEmbedding(embedding, features, levels), self._contract)
-        except ChiasmError as error:
-            raise _broken_contract(error) from error
-        if not rows.identity_checked:
-            raise _broken_contract(None)
-        return rows
+    async def _follow(self, discovery: Discovery) -> None:
+        async for addresses in discovery.addresses():
+            gone = [self._encoders.pop(one) for one in set(self._encoders) - addresses]
+            new = sorted(addresses - set(self._encoders))
+            for encoder in gone:
+                self._keep(encoder.retire())
+            for address in new:
+                self._encoders[address] = self._open(address)
+            self._note_bareness()
+            telemetry.logger().info(
+                "encoders", added=new, removed=[one.address for one in gone], count=len(addresses)
+            )
 
+    def _open(self, address: str) -> Encoder:
+        settings = self._settings.encoder
+        return Encoder(address, self._contract, settings, self._on_change, self._probe_interval)
 
-def by_load(encoders: Sequence[Encoder], turn: int) -> list[Encoder]:
-    """The order in which to try: fewest outstanding first; equals take turns."""
-    start = turn % len(encoders)
-    rotated = [*encoders[start:], *encoders[:start]]
-    return sorted(rotated, key=lambda encoder: encoder.outstanding)
+    def _probe_interval(self) -> float:
+        return max(_LEAST_PROBE_SECONDS, len(self._encoders) / _PROBES_PER_SECOND)
 
+    def _on_change(self, cause: Cause | None) -> None:
+        if cause is not None:
+            self._metrics.ejections.labels(cause.value).inc()
+        self._note_bareness()
+        self._keep(self._tell_waiting())
 
-def told_failure(failures: Sequence[ChiasmError]) -> ChiasmError:
-    """What the caller is told when every encoder that was tried has failed."""
-    last = failures[-1]
-    if last.reason not in _TRY_ANOTHER:
-        return last
-    full = next((error for error in failures if error.reason is Reason.QUEUE_FULL), None)
-    if full is not None:
-        return ChiasmError(
-            Reason.QUEUE_FULL, "The encoders are busy; try again.", None, full.retry_after
-        )
-    return ChiasmError(
-        Reason.NO_ENCODER,
-        "No encoder answered. The picture was not encoded; try again.",
-        retry_after=_RETRY_SECONDS,
-    )
+    def _note_bareness(self) -> None:
+        if any(one.standing.ready or one.standing.last_resort for one in self._fleet):
+            self._bare_since = None
+        elif self._bare_since is None:
+            self._bare_since = time.monotonic()
 
+    async def _tell_waiting(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
-def _fault_of_the_picture(error: ChiasmError) -> ChiasmError:
-    # The encoder's field is relative to its own request: `image.data`.
-    place = (error.field or "image").removeprefix("image").removeprefix(".") or None
-    return ChiasmError(error.reason, error.message, place, error.retry_after, error.metadata)
-
-
-def _broken_contract(error: ChiasmError | None) -> ChiasmError:
-    if error is not None and error.reason is Reason.ENCODER_MISMATCH:
-        return ChiasmError(error.reason, error.message, metadata={"origin": "encoder"})
-    detail = "it sent no identity" if error is None else str(error)
-    return ChiasmError(Reason.INTERNAL, f"The encoder's answer breaks the contract: {detail}")
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from chiasm.errors import ChiasmError, Reason
+from chiasm.models.contract import ImageForm
 from llm_service.embeddings import Rows
 from llm_service.request import RawImage
 
@@ -17,6 +18,23 @@ class Asked:
     tenant: str
     request_id: str
     deadline: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sought:
+    """A picture whose rows are wanted.
+
+    Attributes:
+        image: its file and options.
+        digest: SHA-256 of the file, computed here.
+        form: what the prompt holds for it: the rows must be of this form.
+        asked: on whose behalf.
+    """
+
+    image: RawImage
+    digest: bytes
+    form: ImageForm
+    asked: Asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +52,7 @@ class Fetched:
 class VisionSource(Protocol):
     """Encodes one picture; errors name the field inside the part, for instance `data`."""
 
-    async def encode(self, image: RawImage, asked: Asked) -> Fetched: ...
+    async def encode(self, sought: Sought) -> Fetched: ...
 
     async def close(self) -> None: ...
 
@@ -42,7 +60,7 @@ class VisionSource(Protocol):
 class NoVision:
     """The source of a service that takes precomputed embeddings only."""
 
-    async def encode(self, image: RawImage, asked: Asked) -> Fetched:
+    async def encode(self, sought: Sought) -> Fetched:
         raise ChiasmError(
             Reason.UNSUPPORTED,
             "This service has no vision source: send precomputed embeddings, not pictures.",
