@@ -17,7 +17,7 @@ from chiasm.models.contract import ImageContract
 from chiasm.models.identity import EncoderIdentity
 from chiasm.models.wire import identity_from_wire, identity_to_wire, options_to_wire
 from chiasm.rpc import limits
-from chiasm.rpc.bundle import Bundle
+from chiasm.rpc.bundle import CONNECTIONS, Bundle
 from chiasm.rpc.channel import EncoderMethods
 from chiasm.rpc.context import seconds_left
 from chiasm.rpc.embedding_stream import receive_embedding
@@ -41,11 +41,13 @@ class EncoderSettings:
         silence_seconds: after which an encoder that answers no probe is given up.
         attempt_seconds: longest that one attempt to encode a picture may take.
         connections: HTTP/2 connections, so that a large tensor does not hold back small ones.
+        unary_bytes: embeddings above this come in chunks with a digest.
     """
 
-    silence_seconds: float = 6.0
-    attempt_seconds: float = 120.0
-    connections: int = 2
+    silence_seconds: float
+    attempt_seconds: float
+    connections: int = CONNECTIONS
+    unary_bytes: int = limits.MAX_UNARY_TENSOR_BYTES
 
 
 class Encoder:
@@ -226,7 +228,7 @@ class Encoder:
         expected = self._expected_bytes(sought)
         try:
             with self._bundle.lent(expected) as channel:
-                if expected <= limits.MAX_UNARY_TENSOR_BYTES:
+                if expected <= self._settings.unary_bytes:
                     request = self._request(_E.EncodeImageRequest, sought)
                     return await EncoderMethods.ENCODE_IMAGE.call(channel, request, **how)
                 streamed = self._request(_E.EncodeImageStreamRequest, sought)

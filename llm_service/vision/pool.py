@@ -144,8 +144,9 @@ class EncoderPool:
 
     async def _wait_for_one(self, sought: Sought, attempts: Attempts) -> Encoder | None:
         """Waits for an encoder that is just being found, not for a fleet known to be gone."""
-        since = self._bare_since or time.monotonic()
-        limit = since + self._settings.wait_seconds - time.monotonic()
+        if self._bare_since is None:
+            return None
+        limit = self._bare_since + self._settings.wait_seconds - time.monotonic()
         limit = min(limit, seconds_left(sought.asked.deadline))
         try:
             async with asyncio.timeout(max(0, limit)), self._changed:

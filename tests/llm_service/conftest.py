@@ -34,10 +34,11 @@ def whole(checkpoint: Path) -> Any:
 @pytest.fixture(scope="session")
 def pictures() -> list[bytes]:
     rng = np.random.default_rng(5)
-    return [_png(rng.integers(0, 256, (20 + 9 * i, 40 - 5 * i, 3))) for i in range(4)]
+    return [png(rng.integers(0, 256, (20 + 9 * i, 40 - 5 * i, 3))) for i in range(4)]
 
 
-def _png(pixels: Any) -> bytes:
+def png(pixels: Any) -> bytes:
+    """`pixels` `[height, width, 3]` as a file."""
     out = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(out, "PNG")
     return out.getvalue()
