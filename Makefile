@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread a matrix product: tests run many small models, and two cores are shared.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo up test unit check format proto exactness train evaluate bench clean
+.PHONY: help demo up test unit chaos check format proto exactness train evaluate bench clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,7 +27,10 @@ test: unit ## Run all tests, with real servers on free ports.
 	$(TEST_ENV) $(BIN)/python -m pytest -m system
 
 unit: $(STAMP) ## Run the tests that need no whole system, two at a time.
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families" -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families and not chaos" -n 2
+
+chaos: $(STAMP) ## Kill, stop and restart services under load; prints figures (several minutes).
+	$(TEST_ENV) $(BIN)/python -m pytest -m chaos
 
 check: $(STAMP) ## Formatting, lint, types, import contracts, schema lint.
 	$(BIN)/ruff format --check .
