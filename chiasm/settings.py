@@ -8,9 +8,9 @@ the start with its name.
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import SecretStr, ValidationError
+from pydantic import AfterValidator, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -19,7 +19,12 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from chiasm import colours
+
 S = TypeVar("S", bound="Settings")
+
+Colour = Annotated[str, AfterValidator(colours.canonical)]
+"""A setting that is `#rrggbb`, however it was written."""
 
 
 class Settings(BaseSettings):

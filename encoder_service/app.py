@@ -115,6 +115,7 @@ def load(settings: EncoderSettings) -> VisionHalf:
         model_id=settings.served_name,
         dtype=torch_tensors.dtype_of(settings.dtype),
         device=settings.device,
+        background=settings.image_background,
     )
 
 
@@ -161,8 +162,10 @@ async def _prove(batcher: Batcher) -> None:
     PIL.Image.new("RGB", (64, 4), (128, 128, 128)).save(file, "PNG")
     interest = Interest()
     interest.join(None)
+    data = memoryview(file.getvalue())
     try:
-        await batcher.submit(memoryview(file.getvalue()), DEFAULT_OPTIONS, "start", interest).result
+        size = await batcher.measure(data, DEFAULT_OPTIONS)
+        await batcher.submit(data, DEFAULT_OPTIONS, size, "start", interest).result
     except ChiasmError as error:
         raise CheckpointError(
             f"the vision tower cannot encode a picture: {error.message}"

@@ -2,18 +2,21 @@
 
     submit -> arrived -> (decode threads) -> ready -> (tower thread) -> the item's own future
 
-A batch is what waits when the tower becomes free, up to a budget of patches: nothing waits for a
-batch to fill. Everything but the two kinds of work runs on the event loop, so that no state is
-shared between threads. An item that nobody waits for any more is dropped before either stage.
+Both lines have the order of `encoder_service.order`, by what a picture costs there. With a forward
+for each picture the tower takes one at a time; else what waits when it becomes free, up to a budget
+of patches: nothing waits for a batch to fill. Everything but the two kinds of work runs on the
+event loop, so that no state is shared between threads. An item that nobody waits for any more is
+dropped before either stage.
 """
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal
 
 from chiasm import telemetry
@@ -22,8 +25,9 @@ from chiasm.images import ImageLimits
 from chiasm.models.contract import PixelOptions
 from chiasm.models.vision import ImageFeatures, PixelInputs
 from encoder_service.metrics import EncoderMetrics
+from encoder_service.order import Line, Rate, key_of
 from encoder_service.settings import BatcherSettings
-from encoder_service.tower import Outcome, Tower, forward, prepare
+from encoder_service.tower import Measure, Outcome, Tower, forward, measure, prepare
 
 Stage = Literal["preprocess", "forward"]
 Cause = Literal["cancelled", "deadline"]
@@ -31,8 +35,6 @@ Cause = Literal["cancelled", "deadline"]
 _STOPPING = "This encoder is stopping; ask another."
 # Bounds of the retry hint, in seconds.
 _SOONEST_RETRY, _LATEST_RETRY = 0.1, 30.0
-# Weight of the newest figure in a running mean.
-_NEWEST = 0.2
 
 
 class Interest:
@@ -83,9 +85,11 @@ class Item:
     request_id: str
     interest: Interest
     result: "asyncio.Future[Encoded]"
+    pixel_count: int
     # Estimated until the picture is decoded.
     patches: int
-    # time.monotonic() of the last change of stage.
+    # time.monotonic() of its coming, and of the last change of stage.
+    arrival: float
     since: float
     waited: float = 0.0
     preprocess_seconds: float = 0.0
@@ -95,30 +99,20 @@ class Item:
     pixels: PixelInputs | None = None
 
 
-class Line:
-    """Items in order of arrival; one may leave before its turn."""
+class WaitingLine(Line[Item]):
+    """A line that can be waited for."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[Item, None] = OrderedDict()
+        super().__init__()
         self._some = asyncio.Event()
 
-    def put(self, item: Item) -> None:
-        self._items[item] = None
+    def put(self, item: Item, key: float) -> None:
+        super().put(item, key)
         self._some.set()
-
-    def discard(self, item: Item) -> None:
-        self._items.pop(item, None)
-
-    def first(self) -> Item | None:
-        return next(iter(self._items), None)
-
-    def take(self) -> Item:
-        item, _ = self._items.popitem(last=False)
-        return item
 
     async def filled(self) -> None:
         """Returns while there is an item: take it before the next await."""
-        while not self._items:
+        while not len(self):
             self._some.clear()
             await self._some.wait()
 
@@ -153,35 +147,49 @@ class Batcher:
         self._limits = limits
         self._settings = settings
         self._metrics = metrics
-        self._arrived, self._ready = Line(), Line()
+        self._arrived, self._ready = WaitingLine(), WaitingLine()
         self._decoders = ThreadPoolExecutor(settings.decode_workers, "decode")
         self._tower_thread = ThreadPoolExecutor(1, "tower")
         self._unanswered: set[Item] = set()
-        # Running means; 0 until something was seen.
-        self._mean_patches = 0.0
-        self._seconds_per_patch = 0.0
+        # Seconds a pixel, patches a feature row, seconds a patch.
+        self._decoding, self._patching, self._encoding = Rate(), Rate(), Rate()
         self._open = True
         self.load = Load()
         # Set when a loop ended by a bug: the process cannot serve any more.
         self.broken = asyncio.Event()
 
+    async def measure(self, data: memoryview, options: PixelOptions) -> Measure:
+        """What the header of a picture says. Raises ChiasmError if it is none that is served."""
+        return await asyncio.to_thread(measure, self._tower, self._limits, data, options)
+
     def submit(
-        self, data: memoryview, options: PixelOptions, request_id: str, interest: Interest
+        self,
+        data: memoryview,
+        options: PixelOptions,
+        size: Measure,
+        request_id: str,
+        interest: Interest,
     ) -> Item:
-        """Queues a picture; its `result` gives Encoded or raises ChiasmError.
+        """Queues a picture of `size`; its `result` gives Encoded or raises ChiasmError.
 
         Raises QUEUE_FULL with the time after which there may be room, or NOT_READY after the end.
         """
         if not self._open:
             raise ChiasmError(Reason.NOT_READY, _STOPPING)
         result: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-        patches = max(1, round(self._mean_patches))
-        item = Item(data, options, request_id, interest, result, patches, time.monotonic())
+        patches = max(1, round(self._patching.of(size.row_count)))
+        now = time.monotonic()
+        item = Item(
+            data, options, request_id, interest, result, size.pixel_count, patches, now, now
+        )
         self._admit(item)
         self._unanswered.add(item)
         result.add_done_callback(lambda done: self._answered(item, done))
-        self._arrived.put(item)
+        self._arrived.put(item, self._key(item, self._decoding.of(item.pixel_count)))
         return item
+
+    def _key(self, item: Item, cost: float) -> float:
+        return key_of(item.arrival, cost, self._settings.stretch)
 
     def discard_if_lost(self, item: Item) -> None:
         """Drops a queued item at once if nobody waits for it, so that its place is free."""
@@ -242,7 +250,7 @@ class Batcher:
 
     def _until_room(self) -> float:
         backlog = self.load.patches + self.load.in_flight_patches
-        return min(max(backlog * self._seconds_per_patch, _SOONEST_RETRY), _LATEST_RETRY)
+        return min(max(self._encoding.of(backlog), _SOONEST_RETRY), _LATEST_RETRY)
 
     async def _prepare_items(self) -> None:
         while True:
@@ -264,13 +272,14 @@ class Batcher:
         item.since = time.monotonic()
         item.preprocess_seconds = item.since - began
         self._metrics.stage_seconds.labels("preprocess").observe(item.preprocess_seconds)
+        self._decoding = self._decoding.with_seen(item.pixel_count, item.preprocess_seconds)
+        self._patching = self._patching.with_seen(pixels.placeholder_count, pixels.patch_count)
         self._weigh(item, pixels.patch_count)
         item.pixels = pixels
         if not self._settled(item):
-            self._ready.put(item)
+            self._ready.put(item, self._key(item, self._encoding.of(item.patches)))
 
     def _weigh(self, item: Item, patches: int) -> None:
-        self._mean_patches = _mean(self._mean_patches, patches)
         if item.queued:
             self.load.patches += patches - item.patches
         item.patches = patches
@@ -294,7 +303,8 @@ class Batcher:
     def _take(self) -> list[Item]:
         batch: list[Item] = []
         room = self._settings.max_batch_patches
-        while (item := self._ready.first()) and (not batch or item.patches <= room):
+        alone = self._settings.bit_exact
+        while (item := self._ready.first()) and not (batch and (alone or item.patches > room)):
             self._ready.discard(item)
             if not self._settled(item):
                 batch.append(item)
@@ -302,8 +312,10 @@ class Batcher:
         return batch
 
     def _forwards(self, batch: list[Item]) -> list[list[Item]]:
-        # Each with a forward of its own is answered when it is done, not when the last one is.
-        return [[item] for item in batch] if self._settings.bit_exact else [batch]
+        # The tower stacks pictures of one shape only: the others are forwards of their own, and
+        # nobody waits for those that come after.
+        work = attrgetter("patches")
+        return [list(group) for _, group in groupby(sorted(batch, key=work), key=work)]
 
     async def _encode(self, group: list[Item]) -> None:
         pixels = [item.pixels for item in group if item.pixels is not None]
@@ -317,7 +329,7 @@ class Batcher:
                 self._tower_thread, forward, self._tower, pixels, self._settings.bit_exact
             )
         seconds = time.monotonic() - began
-        self._seconds_per_patch = _mean(self._seconds_per_patch, seconds / patches)
+        self._encoding = self._encoding.with_seen(patches, seconds)
         for item, outcome in zip(group, outcomes, strict=True):
             self._publish(item, outcome, seconds)
 
@@ -381,7 +393,3 @@ class Batcher:
 
 def _passed(deadline: float | None) -> bool:
     return deadline is not None and deadline <= time.monotonic()
-
-
-def _mean(mean: float, newest: float) -> float:
-    return newest if mean == 0 else mean + _NEWEST * (newest - mean)

@@ -83,9 +83,7 @@ class EncoderServicer:
     ) -> AsyncIterator[Wired[pb.EncodeImageStreamResponse]]:
         with self._counted():
             reply = messages.to_reply(await self._answer(request, call))
-            chunks = send_embedding(reply)
-            # The digest of a chunk takes milliseconds: off the event loop.
-            while (event := await asyncio.to_thread(next, chunks, None)) is not None:
+            for event in send_embedding(reply):
                 yield event
             self._metrics.sent_bytes.inc(reply.buffers.byte_count)
 

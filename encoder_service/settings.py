@@ -7,10 +7,11 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from chiasm import colours
 from chiasm.images import DEFAULT_LIMITS, PILLOW_MAX_PIXELS, ImageLimits
 from chiasm.models.identity import FeatureType
 from chiasm.rpc.server import ServerSettings
-from chiasm.settings import Settings
+from chiasm.settings import Colour, Settings
 from chiasm.telemetry import LogFormat, LogLevel
 
 
@@ -20,6 +21,8 @@ class BatcherSettings:
 
     decode_workers: int
     bit_exact: bool
+    # Of its own cost, that a picture may be passed for.
+    stretch: float
     max_batch_patches: int
     max_images: int
     max_bytes: int
@@ -72,6 +75,12 @@ class EncoderSettings(Settings):
     max_batch_patches: int = Field(
         8192, ge=1, description="Most patches that the tower takes at once (one picture always)."
     )
+    queue_stretch: float = Field(
+        16,
+        ge=0,
+        description="A picture is passed by cheaper ones that come up to so many times its own "
+        "cost after it. 0: first come, first served.",
+    )
     max_queue_images: int = Field(
         256, ge=1, description="Most pictures that wait; beyond it QUEUE_FULL."
     )
@@ -95,6 +104,11 @@ class EncoderSettings(Settings):
         le=PILLOW_MAX_PIXELS,
         description="Largest picture, in pixels.",
     )
+    image_background: Colour = Field(
+        colours.WHITE,
+        description="What shows through transparent pixels: white, black or #rrggbb; part of the "
+        "encoder's identity, so the same for the LLM service.",
+    )
     drain_seconds: float = Field(
         2, ge=0, description="Seconds of serving on after SIGTERM, so that callers notice."
     )
@@ -113,13 +127,18 @@ class EncoderSettings(Settings):
 
     @property
     def image_limits(self) -> ImageLimits:
-        return ImageLimits(max_bytes=self.max_image_bytes, max_pixels=self.max_image_pixels)
+        return ImageLimits(
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+            background=colours.to_rgb(self.image_background),
+        )
 
     @property
     def batcher(self) -> BatcherSettings:
         return BatcherSettings(
             decode_workers=self.decode_workers,
             bit_exact=self.bit_exact,
+            stretch=self.queue_stretch,
             max_batch_patches=self.max_batch_patches,
             max_images=self.max_queue_images,
             max_bytes=self.max_queue_bytes,

@@ -15,6 +15,7 @@ from chiasm.models.vision import ImageFeatures
 from chiasm.rpc.context import seconds_left
 from encoder_service.batcher import Batcher, Encoded, Interest, Item, StageTimes
 from encoder_service.metrics import EncoderMetrics
+from encoder_service.tower import Measure
 
 
 class Source(Enum):
@@ -57,21 +58,30 @@ class SingleFlight:
 
         Raises ChiasmError: what is wrong with the picture, QUEUE_FULL, or DEADLINE.
         """
-        kept = self._cache.get(key)
-        if kept is not None:
-            self._count(Source.CACHE)
-            return Obtained(kept, StageTimes(), Source.CACHE)
-        item, source = self._flying.get(key), Source.SHARED
-        if item is None or _failed(item):
-            item, source = self._take_off(key, data, options, request_id), Source.COMPUTED
-        self._count(source)
-        encoded = await self._landing(item, deadline)
-        return Obtained(encoded.features, encoded.times, source)
+        size: Measure | None = None
+        while True:
+            kept = self._cache.get(key)
+            if kept is not None:
+                self._count(Source.CACHE)
+                return Obtained(kept, StageTimes(), Source.CACHE)
+            if (item := self._joinable(key)) is not None:
+                return await self._landing(item, Source.SHARED, deadline)
+            if size is not None:
+                item = self._take_off(key, data, options, size, request_id)
+                return await self._landing(item, Source.COMPUTED, deadline)
+            # Another may take off meanwhile: look again.
+            size = await self._batcher.measure(data, options)
+
+    def _joinable(self, key: bytes) -> Item | None:
+        item = self._flying.get(key)
+        # A result may be there an instant before it is in the cache.
+        failed = item and item.result.done() and item.result.exception() is not None
+        return None if failed else item
 
     def _take_off(
-        self, key: bytes, data: memoryview, options: PixelOptions, request_id: str
+        self, key: bytes, data: memoryview, options: PixelOptions, size: Measure, request_id: str
     ) -> Item:
-        item = self._batcher.submit(data, options, request_id, Interest())
+        item = self._batcher.submit(data, options, size, request_id, Interest())
         self._flying[key] = item
         item.result.add_done_callback(lambda done: self._landed(key, item, done))
         return item
@@ -82,11 +92,13 @@ class SingleFlight:
         if done.exception() is None:
             self._cache.put(key, done.result().features)
 
-    async def _landing(self, item: Item, deadline: float | None) -> Encoded:
+    async def _landing(self, item: Item, source: Source, deadline: float | None) -> Obtained:
+        self._count(source)
         waiter = item.interest.join(deadline)
         try:
             async with asyncio.timeout(None if deadline is None else seconds_left(deadline)):
-                return await asyncio.shield(item.result)
+                encoded = await asyncio.shield(item.result)
+                return Obtained(encoded.features, encoded.times, source)
         except TimeoutError:
             text = "The deadline passed before the picture was encoded."
             raise ChiasmError(Reason.DEADLINE, text) from None
@@ -96,8 +108,3 @@ class SingleFlight:
 
     def _count(self, source: Source) -> None:
         self._metrics.lookups.labels(source.value).inc()
-
-
-def _failed(item: Item) -> bool:
-    # A result may be there an instant before it is in the cache.
-    return item.result.done() and item.result.exception() is not None

@@ -1,15 +1,17 @@
 """What the batcher needs of a vision half, and how the failures of one picture are told."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import PIL.Image
-import torch
 
 from chiasm.errors import ChiasmError, Reason, sentence
-from chiasm.images import ImageError, ImageLimits, decode_image
-from chiasm.models.contract import ImageContract, PixelOptions
+from chiasm.images import ImageError, ImageLimits, decode_image, image_size
+from chiasm.models.contract import ContractError, ImageContract, PixelOptions
 from chiasm.models.vision import ImageFeatures, ImageShapeError, PixelInputs
+from chiasm.torch_tensors import all_finite
 
 IMAGE_DATA = "image.data"
 
@@ -34,15 +36,37 @@ class Tower(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What the header of a picture says: pixels of the file, feature rows that it will have."""
+
+    pixel_count: int
+    row_count: int
+
+
+def measure(tower: Tower, limits: ImageLimits, data: memoryview, options: PixelOptions) -> Measure:
+    """Reads no pixels. Raises ChiasmError for what is wrong with the header or the options."""
+    with _told():
+        width, height = image_size(data, limits)
+        form = tower.contract.of_size((height, width), options)
+        return Measure(width * height, form.row_count)
+
+
 def prepare(
     tower: Tower, limits: ImageLimits, data: memoryview, options: PixelOptions
 ) -> PixelInputs:
     """Picture file -> what the tower takes. Raises ChiasmError for whatever is wrong with it."""
-    try:
+    with _told():
         return tower.preprocess(decode_image(data, limits), options)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
     except ImageError as error:
         raise refusal(Reason(error.reason), error.message, error.code) from error
-    except ImageShapeError as error:
+    except (ImageShapeError, ContractError) as error:
         if error.option is not None:
             field = f"image.options.{error.option}"
             raise ChiasmError(Reason.IMAGE_INVALID, sentence(error.message), field) from error
@@ -66,7 +90,7 @@ def refusal(reason: Reason, message: str, code: str) -> ChiasmError:
 
 
 def _finite(features: ImageFeatures) -> Outcome:
-    if all(bool(torch.isfinite(rows).all()) for rows in (features.rows, *features.levels)):
+    if all(map(all_finite, (features.rows, *features.levels))):
         return features
     return ChiasmError(
         Reason.INTERNAL,

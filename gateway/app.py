@@ -169,6 +169,7 @@ def _takes(card: Card) -> dict[str, Any]:
             "needs": [name for name, needed in needs.items() if needed],
             "weights_digest": identity.weights_digest,
             "processor_digest": identity.processor_digest,
+            "background": identity.background,
         },
         "reference_seconds": card.reference_seconds,
     }

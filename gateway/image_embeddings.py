@@ -237,6 +237,7 @@ def identity_json(embedding: image_pb2.ImageEmbedding) -> dict[str, Any] | None:
         "processor_digest": identity.processor_digest,
         "dtype": tensors.BY_WIRE[identity.data_type].name,
         "width": identity.width,
+        "background": identity.background,
     }
 
 
@@ -361,6 +362,7 @@ def _take_told(embedding: image_pb2.ImageEmbedding, told: Mapping[str, Any], nam
                     processor_digest=identity["processor_digest"],
                     data_type=tensors.BY_NAME[identity["dtype"]].wire,
                     width=identity["width"],
+                    background=identity.get("background"),
                 )
             )
     except (TypeError, ValueError, KeyError):

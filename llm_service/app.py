@@ -139,6 +139,7 @@ def _load_language(settings: LlmSettings) -> LanguageHalf:
         dtype=torch_tensors.dtype_of(settings.dtype),
         device=settings.device,
         encoder_dtype=torch_tensors.dtype_of(encoder_dtype),
+        background=settings.image_background,
     )
     check_defaults(model.generation, settings.model)
     return model
@@ -226,6 +227,7 @@ def _load_vision(settings: LlmSettings) -> VisionHalf:
         model_id=settings.served_name,
         dtype=torch_tensors.dtype_of(settings.encoder_dtype or settings.dtype),
         device=settings.device,
+        background=settings.image_background,
     )
 
 

@@ -169,8 +169,7 @@ def _size(message: image_pb2.ImageEmbedding) -> Size | None:
 
 def check_finite(rows: torch.Tensor) -> None:
     """Raises TENSOR_INVALID naming the first row that is not finite."""
-    # A sum is finite only if every value is, short of an overflow; then each value decides.
-    if torch.isfinite(rows.sum(dtype=torch.float64)) or bool(torch.isfinite(rows).all()):
+    if torch_tensors.all_finite(rows):
         return
     at = int((~torch.isfinite(rows)).any(dim=1).nonzero()[0])
     raise _invalid(f"Row {at} holds a value that is NaN or infinite.", "data")

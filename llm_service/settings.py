@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from chiasm import colours
 from chiasm.images import DEFAULT_LIMITS, ImageLimits
 from chiasm.rpc.server import ServerSettings
-from chiasm.settings import Settings
+from chiasm.settings import Colour, Settings
 from chiasm.telemetry import LogFormat, LogLevel
 from llm_service.vision.discovery import check_target
 
@@ -119,6 +120,11 @@ class LlmSettings(Settings):
     max_request_pixels: int = Field(
         4 * DEFAULT_LIMITS.max_pixels, ge=1, description="Pixels of all pictures of a request."
     )
+    image_background: Colour = Field(
+        colours.WHITE,
+        description="What shows through transparent pixels: white, black or #rrggbb; part of the "
+        "encoder's identity, so the same for the encoders.",
+    )
     embedding_cache_bytes: int = Field(
         256 << 20, ge=0, description="Bytes of embeddings that are kept; 0 keeps none."
     )
@@ -208,7 +214,11 @@ class LlmSettings(Settings):
 
     @property
     def image_limits(self) -> ImageLimits:
-        return ImageLimits(max_bytes=self.max_image_bytes, max_pixels=self.max_image_pixels)
+        return ImageLimits(
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+            background=colours.to_rgb(self.image_background),
+        )
 
     @property
     def engine(self) -> "EngineSettings":

@@ -40,7 +40,7 @@ Behaviour = Literal[
     "busy",
     "fails",
     "truncated chunk",
-    "wrong digest",
+    "wrong checksum",
     "no trailer",
     "endless chunks",
     "more than stated",
@@ -179,8 +179,8 @@ async def _broken_stream(
     match behaviour:
         case "truncated chunk":
             events = [header, *chunks[:-1], _chunk(chunks[-1], cut=1), trailer]
-        case "wrong digest":
-            trailer.message.trailer.digest = b"\0" * 32
+        case "wrong checksum":
+            trailer.message.trailer.checksum ^= 1
         case "no trailer":
             events = events[:-1]
         case "chunks out of order":

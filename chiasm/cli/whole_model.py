@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging
 
 from chiasm.cli.dialogue import Dialogue, Picture
 from chiasm.images import decode_image
-from chiasm.models.identity import IMAGE_BACKEND
+from chiasm.models.checkpoint import open_checkpoint
+from chiasm.models.sources import load_image_processor
 
 
 class WholeModel:
@@ -24,13 +25,10 @@ class WholeModel:
         notes: Any = logging
         notes.disable_progress_bar()
         automatic: Any = AutoModelForImageTextToText
-        processors: Any = AutoImageProcessor
         self._model: Any = automatic.from_pretrained(
             directory, dtype=getattr(torch, dtype), local_files_only=True
         ).eval()
-        self._processor: Any = processors.from_pretrained(
-            directory, backend=IMAGE_BACKEND, local_files_only=True
-        )
+        self._processor: Any = load_image_processor(open_checkpoint(directory))
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self._max_tokens = max_tokens
 

@@ -28,7 +28,7 @@ class Sources:
 
     Attributes:
         config: transformers' config of the whole model.
-        image_processor: transformers' image processor, PIL backend.
+        image_processor: transformers' image processor, PIL backend, or the family's own.
         processor: processor_config.json, empty if there is none.
         tokenizer: tokenizer_config.json, empty if there is none.
     """
@@ -60,6 +60,22 @@ def stateful(config: Any) -> Layers:
 
 
 @dataclass(frozen=True)
+class OwnImageProcessor:
+    """An image processor of this project, where transformers has none on PIL.
+
+    Attributes:
+        replaces: the class that transformers would have on PIL, e.g. `CLIPImageProcessorPil`.
+        name: what the encoder's identity has in place of it; ends in a number that rises with every
+            change that alters a pixel.
+        make: from the settings of preprocessor_config.json; raises `ValueError` or `TypeError`.
+    """
+
+    replaces: str
+    name: str
+    make: Callable[[Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family.
 
@@ -82,6 +98,7 @@ class Family:
         layers: how the decoder runs.
         needs: what an embedding must come with, besides its rows: "grid_thw" or "image_size".
         options: names of request options that change something in this family.
+        own_processor: the image processor that takes the place of one transformers lacks on PIL.
     """
 
     model_type: str
@@ -101,11 +118,17 @@ class Family:
     layers: Callable[[Any], Layers] = paged
     needs: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    own_processor: OwnImageProcessor | None = None
 
     @property
     def has_levels(self) -> bool:
         """Whether embeddings of this family may carry levels beside their rows."""
         return self.level_count is not _no_levels
+
+    def processor_in_place_of(self, class_name: str) -> OwnImageProcessor | None:
+        """The family's own image processor, if it replaces the class named."""
+        own = self.own_processor
+        return own if own is not None and own.replaces == class_name else None
 
     def contract(self, sources: Sources, identity: "EncoderIdentity") -> ImageContract:
         levels = self.level_count(sources.config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chiasm import colours
 from chiasm.models.checkpoint import Checkpoint, CheckpointError, StoredTensor, open_checkpoint
 from chiasm.models.families import family_of
 from chiasm.models.family import Family
@@ -19,7 +20,7 @@ FeatureType = Literal["float32", "float16", "bfloat16"]
 FEATURE_TYPES: tuple[FeatureType, ...] = ("float32", "float16", "bfloat16")
 
 IMAGE_BACKEND: Literal["pil"] = "pil"
-"""The backend of transformers that resizes and crops; others differ in arithmetic."""
+"""What resizes and crops, in transformers and in processors of our own; others differ in bits."""
 
 # Notes that programs leave in settings; none changes a feature.
 _IDLE_SETTINGS = frozenset(
@@ -38,6 +39,7 @@ class EncoderIdentity:
         processor_digest: SHA-256, hex, of the image processor's settings, class and backend.
         dtype: the type the tower computes in and its rows have.
         width: elements a row.
+        background: what shows through transparent pixels, `#rrggbb`.
     """
 
     model_id: str
@@ -45,37 +47,45 @@ class EncoderIdentity:
     processor_digest: str
     dtype: FeatureType
     width: int
+    background: str = colours.WHITE
 
     def describe(self) -> str:
         """Short enough for an error, long enough to tell two encoders apart."""
         return (
             f"{self.model_id} (weights {self.weights_digest[:12]}, processor "
-            f"{self.processor_digest[:12]}, {self.dtype}, width {self.width})"
+            f"{self.processor_digest[:12]}, {self.dtype}, width {self.width}, background "
+            f"{self.background})"
         )
 
 
-def checkpoint_identity(directory: Path, dtype: str, model_id: str) -> EncoderIdentity:
-    """The identity of the encoder that the checkpoint in `directory` makes when run in `dtype`.
+def checkpoint_identity(
+    directory: Path, dtype: str, model_id: str, background: str = colours.WHITE
+) -> EncoderIdentity:
+    """The identity of the encoder that the checkpoint in `directory` makes when run in `dtype`
+    on pictures that were decoded over `background`.
 
     Reads every byte of the vision half, in chunks; memory stays at a few MiB.
 
     Raises:
         CheckpointError: the directory is incomplete or of a family that is not served.
-        ValueError: `dtype` is none of `FEATURE_TYPES`.
+        ValueError: `dtype` is none of `FEATURE_TYPES`, or `background` no colour.
     """
-    return identity_of(open_checkpoint(directory), feature_type(dtype), model_id)
+    return identity_of(open_checkpoint(directory), feature_type(dtype), model_id, background)
 
 
-def identity_of(checkpoint: Checkpoint, dtype: FeatureType, model_id: str) -> EncoderIdentity:
+def identity_of(
+    checkpoint: Checkpoint, dtype: FeatureType, model_id: str, background: str = colours.WHITE
+) -> EncoderIdentity:
     """As `checkpoint_identity`, for a checkpoint that is open already."""
     family = family_of(checkpoint.model_type)
     tensors = vision_tensors(checkpoint, family)
     return EncoderIdentity(
         model_id=model_id,
         weights_digest=_digest_weights(tensors, _family_settings(checkpoint, family)),
-        processor_digest=_digest_processor(checkpoint.image_processor_settings()),
+        processor_digest=_digest_processor(checkpoint.image_processor_settings(), family),
         dtype=dtype,
         width=tensors[family.width_tensor].shape[family.width_axis],
+        background=colours.canonical(background),
     )
 
 
@@ -132,10 +142,12 @@ def _digest_weights(tensors: Mapping[str, StoredTensor], settings: Mapping[str, 
     return digest.hexdigest()
 
 
-def _digest_processor(settings: Mapping[str, Any]) -> str:
+def _digest_processor(settings: Mapping[str, Any], family: Family) -> str:
+    class_name = processor_class_name(settings)
+    own = family.processor_in_place_of(class_name)
     description = {
         "backend": IMAGE_BACKEND,
-        "class": processor_class_name(settings),
+        "class": class_name if own is None else own.name,
         "settings": settings,
     }
     return hashlib.sha256(_canonical(description)).hexdigest()

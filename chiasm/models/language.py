@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from chiasm import colours
 from chiasm.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint, read_json
 from chiasm.models.contract import Grid, ImageContract
 from chiasm.models.families import family_of
@@ -86,10 +87,12 @@ class LanguageHalf:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         encoder_dtype: torch.dtype | None = None,
+        background: str = colours.WHITE,
     ) -> Self:
         """Load decoder and head only; tower and projector never touch memory.
 
-        `encoder_dtype` is the type the encoders run in, by default the decoder's own.
+        `encoder_dtype` is the type the encoders run in, by default the decoder's own; `background`
+        is the colour over which they decode pictures, `#rrggbb`.
 
         Raises:
             CheckpointError: the directory is incomplete, damaged or of a family that is not served.
@@ -97,7 +100,7 @@ class LanguageHalf:
         checkpoint = open_checkpoint(directory)
         family = family_of(checkpoint.model_type)
         encoder_type = feature_type(str(encoder_dtype or dtype).removeprefix("torch."))
-        identity = identity_of(checkpoint, encoder_type, model_id)
+        identity = identity_of(checkpoint, encoder_type, model_id, background)
         config = load_config(checkpoint, family)
         tokenizer = _load_tokenizer(checkpoint)
         sources = read_sources(checkpoint, config)

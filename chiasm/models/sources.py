@@ -5,6 +5,7 @@ from typing import Any
 from transformers import AutoImageProcessor, PreTrainedConfig
 
 from chiasm.models.checkpoint import Checkpoint, CheckpointError
+from chiasm.models.families import family_of
 from chiasm.models.family import Sources
 from chiasm.models.half import brief
 from chiasm.models.identity import IMAGE_BACKEND, processor_class_name
@@ -14,25 +15,27 @@ def read_sources(checkpoint: Checkpoint, config: PreTrainedConfig) -> Sources:
     """The rules' sources. Raises `CheckpointError` where the image processor cannot be made."""
     return Sources(
         config=config,
-        image_processor=_load_image_processor(checkpoint),
+        image_processor=load_image_processor(checkpoint),
         processor=checkpoint.processor_settings(),
         tokenizer=checkpoint.tokenizer_settings(),
     )
 
 
-def _load_image_processor(checkpoint: Checkpoint) -> Any:
-    expected = processor_class_name(checkpoint.image_processor_settings())
+def load_image_processor(checkpoint: Checkpoint) -> Any:
+    """transformers' image processor on PIL, or the family's own where transformers has none.
+
+    Raises:
+        CheckpointError: its settings name no class, or one that cannot be made of them.
+    """
+    settings = checkpoint.image_processor_settings()
+    expected = processor_class_name(settings)
+    own = family_of(checkpoint.model_type).processor_in_place_of(expected)
     try:
-        auto: Any = AutoImageProcessor
-        processor = auto.from_pretrained(
-            checkpoint.directory,
-            backend=IMAGE_BACKEND,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        processor = _from_transformers(checkpoint) if own is None else own.make(settings)
     except (OSError, ValueError, TypeError) as error:
+        maker = "transformers" if own is None else "Chiasm"
         raise CheckpointError(
-            f"{checkpoint.directory}: transformers cannot make the image processor {expected}: "
+            f"{checkpoint.directory}: {maker} cannot make the image processor {expected}: "
             f"{brief(error)}"
         ) from error
     if type(processor).__name__ != expected:
@@ -41,3 +44,13 @@ def _load_image_processor(checkpoint: Checkpoint) -> Any:
             f"transformers has {type(processor).__name__}; name one it has as image_processor_type"
         )
     return processor
+
+
+def _from_transformers(checkpoint: Checkpoint) -> Any:
+    auto: Any = AutoImageProcessor
+    return auto.from_pretrained(
+        checkpoint.directory,
+        backend=IMAGE_BACKEND,
+        local_files_only=True,
+        trust_remote_code=False,
+    )

@@ -16,6 +16,7 @@ import PIL.Image
 import torch
 from transformers import PreTrainedConfig
 
+from chiasm import colours
 from chiasm.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from chiasm.models.contract import (
     DEFAULT_OPTIONS,
@@ -116,8 +117,11 @@ class VisionHalf:
         model_id: str,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        background: str = colours.WHITE,
     ) -> Self:
         """Load tower and projector only; the language half never touches memory.
+
+        `background` is the colour over which its callers decode pictures, `#rrggbb`.
 
         Takes two small images of different shape through processor and tower before returning,
         so a checkpoint whose two disagree is refused here and not by the first caller.
@@ -127,9 +131,8 @@ class VisionHalf:
         """
         checkpoint = open_checkpoint(directory)
         family = family_of(checkpoint.model_type)
-        identity = identity_of(
-            checkpoint, feature_type(str(dtype).removeprefix("torch.")), model_id
-        )
+        kind = feature_type(str(dtype).removeprefix("torch."))
+        identity = identity_of(checkpoint, kind, model_id, background)
         config = load_config(checkpoint, family)
         sources = read_sources(checkpoint, config)
         model = load_half(checkpoint, config, family.language_modules, dtype, device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from chiasm import colours
 from chiasm.models.contract import ContractError, Detail, PixelOptions
 from chiasm.models.identity import EncoderIdentity, feature_type
 from chiasm.tensors import BY_NAME, BY_WIRE
@@ -46,6 +47,7 @@ def identity_to_wire(identity: EncoderIdentity) -> image_pb2.EncoderIdentity:
         processor_digest=identity.processor_digest,
         data_type=BY_NAME[identity.dtype].wire,
         width=identity.width,
+        background=identity.background,
     )
 
 
@@ -63,6 +65,7 @@ def identity_from_wire(message: image_pb2.EncoderIdentity) -> EncoderIdentity | 
         processor_digest=_clipped(message.processor_digest),
         dtype=feature_type(kind.name),
         width=message.width,
+        background=_clipped(message.background) or colours.WHITE,
     )
 
 

@@ -1,7 +1,7 @@
 """Channels, and calls that send and receive `Wired` messages without copying tensors."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -140,7 +140,7 @@ class Method(Generic[Request, Response]):
         *,
         timeout: float | None = None,  # noqa: ASYNC109
         metadata: Metadata = (),
-    ) -> AsyncIterator[wire.Wired[Response]]:
+    ) -> AsyncGenerator[wire.Wired[Response], None]:
         """A server stream. Raises ChiasmError; leaving the iteration cancels the call."""
         send: Any = channel.unary_stream(self.path, None, None)
         call = send(wire.serialize(request), timeout=timeout, metadata=metadata)

@@ -199,7 +199,7 @@ class Server:
                 responses = method.run(wire.parse(method.request, received), call)
                 async with _closing(responses):
                     async for response in responses:
-                        await context.write(wire.serialize(response))
+                        await _write(context, wire.serialize(response))
 
         return answer
 
@@ -301,6 +301,14 @@ async def _drain_unless_hurried(server: Server, signals: "asyncio.Queue[str]") -
         await server.abort()
     hurried.cancel()
     await asyncio.gather(drained, hurried, return_exceptions=True)
+
+
+async def _write(context: "grpc.aio.ServicerContext[Any, Any]", message: bytes) -> None:
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:
+        # The caller left while it was written; gRPC says no more than that it failed.
+        raise ChiasmError(Reason.CANCELLED, "The call was cancelled.") from None
 
 
 @asynccontextmanager

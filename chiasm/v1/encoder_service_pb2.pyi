@@ -300,17 +300,19 @@ class StreamTrailer(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIGEST_FIELD_NUMBER: _builtins.int
-    digest: _builtins.bytes
-    """SHA-256 (32 bytes) of the concatenation. A receiver that computes another one drops the lot."""
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.int
+    """XXH3 with 64 bits (seed 0) of the concatenation. It guards against faults on the way, not against
+    a forger. A receiver that computes another one drops the lot.
+    """
     def __init__(
         self,
         *,
-        digest: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from chiasm.v1 import tensor_pb2 as chiasm_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63hiasm/v1/image.proto\x12\tchiasm.v1\x1a\x16\x63hiasm/v1/tensor.proto\"\x86\x01\n\x0cImageOptions\x12&\n\x06\x64\x65tail\x18\x01 \x01(\x0e\x32\x16.chiasm.v1.ImageDetail\x12\x17\n\nmin_pixels\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmax_pixels\x18\x03 \x01(\x03H\x01\x88\x01\x01\x42\r\n\x0b_min_pixelsB\r\n\x0b_max_pixels\"?\n\x05Image\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12(\n\x07options\x18\x02 \x01(\x0b\x32\x17.chiasm.v1.ImageOptions\"\x8c\x01\n\x0f\x45ncoderIdentity\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x18\n\x10processor_digest\x18\x03 \x01(\t\x12&\n\tdata_type\x18\x04 \x01(\x0e\x32\x13.chiasm.v1.DataType\x12\r\n\x05width\x18\x05 \x01(\x05\":\n\x07GridThw\x12\x10\n\x08temporal\x18\x01 \x01(\x05\x12\x0e\n\x06height\x18\x02 \x01(\x05\x12\r\n\x05width\x18\x03 \x01(\x05\"*\n\tImageSize\x12\x0e\n\x06height\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\"\x9c\x02\n\x0eImageEmbedding\x12#\n\x08\x66\x65\x61tures\x18\x01 \x01(\x0b\x32\x11.chiasm.v1.Tensor\x12!\n\x06levels\x18\x02 \x03(\x0b\x32\x11.chiasm.v1.Tensor\x12\x11\n\trow_count\x18\x03 \x01(\x05\x12\x19\n\x11placeholder_count\x18\x04 \x01(\x05\x12$\n\x08grid_thw\x18\x05 \x01(\x0b\x32\x12.chiasm.v1.GridThw\x12(\n\nimage_size\x18\x06 \x01(\x0b\x32\x14.chiasm.v1.ImageSize\x12\x16\n\x0e\x63ontent_digest\x18\x07 \x01(\x0c\x12,\n\x08identity\x18\x08 \x01(\x0b\x32\x1a.chiasm.v1.EncoderIdentity\" \n\x12\x45mbeddingReference\x12\n\n\x02id\x18\x01 \x01(\t*\x8a\x01\n\x0bImageDetail\x12\x1c\n\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11IMAGE_DETAIL_AUTO\x10\x01\x12\x14\n\x10IMAGE_DETAIL_LOW\x10\x02\x12\x15\n\x11IMAGE_DETAIL_HIGH\x10\x03\x12\x19\n\x15IMAGE_DETAIL_ORIGINAL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63hiasm/v1/image.proto\x12\tchiasm.v1\x1a\x16\x63hiasm/v1/tensor.proto\"\x86\x01\n\x0cImageOptions\x12&\n\x06\x64\x65tail\x18\x01 \x01(\x0e\x32\x16.chiasm.v1.ImageDetail\x12\x17\n\nmin_pixels\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmax_pixels\x18\x03 \x01(\x03H\x01\x88\x01\x01\x42\r\n\x0b_min_pixelsB\r\n\x0b_max_pixels\"?\n\x05Image\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12(\n\x07options\x18\x02 \x01(\x0b\x32\x17.chiasm.v1.ImageOptions\"\xa0\x01\n\x0f\x45ncoderIdentity\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x18\n\x10processor_digest\x18\x03 \x01(\t\x12&\n\tdata_type\x18\x04 \x01(\x0e\x32\x13.chiasm.v1.DataType\x12\r\n\x05width\x18\x05 \x01(\x05\x12\x12\n\nbackground\x18\x06 \x01(\t\":\n\x07GridThw\x12\x10\n\x08temporal\x18\x01 \x01(\x05\x12\x0e\n\x06height\x18\x02 \x01(\x05\x12\r\n\x05width\x18\x03 \x01(\x05\"*\n\tImageSize\x12\x0e\n\x06height\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\"\x9c\x02\n\x0eImageEmbedding\x12#\n\x08\x66\x65\x61tures\x18\x01 \x01(\x0b\x32\x11.chiasm.v1.Tensor\x12!\n\x06levels\x18\x02 \x03(\x0b\x32\x11.chiasm.v1.Tensor\x12\x11\n\trow_count\x18\x03 \x01(\x05\x12\x19\n\x11placeholder_count\x18\x04 \x01(\x05\x12$\n\x08grid_thw\x18\x05 \x01(\x0b\x32\x12.chiasm.v1.GridThw\x12(\n\nimage_size\x18\x06 \x01(\x0b\x32\x14.chiasm.v1.ImageSize\x12\x16\n\x0e\x63ontent_digest\x18\x07 \x01(\x0c\x12,\n\x08identity\x18\x08 \x01(\x0b\x32\x1a.chiasm.v1.EncoderIdentity\" \n\x12\x45mbeddingReference\x12\n\n\x02id\x18\x01 \x01(\t*\x8a\x01\n\x0bImageDetail\x12\x1c\n\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11IMAGE_DETAIL_AUTO\x10\x01\x12\x14\n\x10IMAGE_DETAIL_LOW\x10\x02\x12\x15\n\x11IMAGE_DETAIL_HIGH\x10\x03\x12\x19\n\x15IMAGE_DETAIL_ORIGINAL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'chiasm.v1.image_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_IMAGEDETAIL']._serialized_start=831
-  _globals['_IMAGEDETAIL']._serialized_end=969
+  _globals['_IMAGEDETAIL']._serialized_start=851
+  _globals['_IMAGEDETAIL']._serialized_end=989
   _globals['_IMAGEOPTIONS']._serialized_start=61
   _globals['_IMAGEOPTIONS']._serialized_end=195
   _globals['_IMAGE']._serialized_start=197
   _globals['_IMAGE']._serialized_end=260
   _globals['_ENCODERIDENTITY']._serialized_start=263
-  _globals['_ENCODERIDENTITY']._serialized_end=403
-  _globals['_GRIDTHW']._serialized_start=405
-  _globals['_GRIDTHW']._serialized_end=463
-  _globals['_IMAGESIZE']._serialized_start=465
-  _globals['_IMAGESIZE']._serialized_end=507
-  _globals['_IMAGEEMBEDDING']._serialized_start=510
-  _globals['_IMAGEEMBEDDING']._serialized_end=794
-  _globals['_EMBEDDINGREFERENCE']._serialized_start=796
-  _globals['_EMBEDDINGREFERENCE']._serialized_end=828
+  _globals['_ENCODERIDENTITY']._serialized_end=423
+  _globals['_GRIDTHW']._serialized_start=425
+  _globals['_GRIDTHW']._serialized_end=483
+  _globals['_IMAGESIZE']._serialized_start=485
+  _globals['_IMAGESIZE']._serialized_end=527
+  _globals['_IMAGEEMBEDDING']._serialized_start=530
+  _globals['_IMAGEEMBEDDING']._serialized_end=814
+  _globals['_EMBEDDINGREFERENCE']._serialized_start=816
+  _globals['_EMBEDDINGREFERENCE']._serialized_end=848
 # @@protoc_insertion_point(module_scope)

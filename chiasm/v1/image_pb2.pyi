@@ -134,6 +134,7 @@ class EncoderIdentity(_message.Message):
     PROCESSOR_DIGEST_FIELD_NUMBER: _builtins.int
     DATA_TYPE_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Served name of the model."""
     weights_digest: _builtins.str
@@ -144,6 +145,8 @@ class EncoderIdentity(_message.Message):
     """Element type in which the tower computed."""
     width: _builtins.int
     """Elements in one feature row; equals the language model's hidden size."""
+    background: _builtins.str
+    """Colour that shows through transparent pixels, `#rrggbb` in lower case. Empty: white."""
     def __init__(
         self,
         *,
@@ -152,10 +155,11 @@ class EncoderIdentity(_message.Message):
         processor_digest: _builtins.str = ...,
         data_type: _tensor_pb2.DataType.ValueType = ...,
         width: _builtins.int = ...,
+        background: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_type", b"data_type", "model_id", b"model_id", "processor_digest", b"processor_digest", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "data_type", b"data_type", "model_id", b"model_id", "processor_digest", b"processor_digest", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

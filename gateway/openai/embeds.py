@@ -106,8 +106,7 @@ class EmbedsReader:
 
     async def _features(self, encoded: str, param: str) -> list[EmbeddingArray]:
         wanted = embedding(self.limit_bytes)
-        # A container takes some kilobytes beside its elements.
-        payload = await self._payload(encoded, 2 * self.limit_bytes, param)
+        payload = await self._payload(encoded, param)
         with _located(param):
             array = read_array(payload, wanted)
         return await self._levels(array, param)
@@ -123,22 +122,29 @@ class EmbedsReader:
         if not isinstance(encoded, str):
             text = "The object needs data, the base64 of the elements."
             raise ChiasmError(Reason.TENSOR_INVALID, text, f"{param}.data")
-        payload = await self._payload(encoded, 2 * self.limit_bytes, f"{param}.data")
+        payload = await self._payload(encoded, f"{param}.data")
         with _located(f"{param}.data"):
             array = read_raw(payload, dtype, shape, wanted)
         return await self._levels(array, param)
 
-    async def _payload(self, encoded: str, limit_bytes: int, param: str) -> bytes:
+    async def _payload(self, encoded: str, param: str) -> bytes:
         with _located(param):
-            known = self.data.get(encoded)
-            if known is None:
-                return await decoded(
-                    len(encoded), lambda: decode_base64(encoded, limit_bytes=limit_bytes)
-                )
-            if len(known) > limit_bytes:
-                text = f"the embedding has {len(known)} bytes; the limit is {limit_bytes}"
-                raise ContainerTooLarge("base64", text)
-            return known
+            try:
+                return await self._decoded(encoded)
+            except ContainerTooLarge as error:
+                text = f"{error.message}, and {self.limit_bytes} as an array"
+                raise ContainerTooLarge(error.container, text) from None
+
+    async def _decoded(self, encoded: str) -> bytes:
+        # float64 becomes half as large, and a container takes some kilobytes beside its elements.
+        most = 2 * self.limit_bytes
+        known = self.data.get(encoded)
+        if known is None:
+            return await decoded(len(encoded), lambda: decode_base64(encoded, limit_bytes=most))
+        if len(known) > most:
+            text = f"the embedding has {len(known)} bytes; the limit is {most}"
+            raise ContainerTooLarge("base64", text)
+        return known
 
     async def _levels(self, array: EmbeddingArray, param: str) -> list[EmbeddingArray]:
         check_shape(array.shape, self.card, param)

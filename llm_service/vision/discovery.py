@@ -6,28 +6,44 @@
 
 What cannot be looked up or read at the moment leaves things as they were: encoders that are really
 gone fail their probes, and an address that now belongs to something else fails the identity check,
-whereas a resolver that stumbles must not take a healthy fleet away. For the same reason an empty
-answer removes nobody. A file that is there and lists nobody does.
+whereas a resolver that stumbles must not take a healthy fleet away. For the same reason a name
+without addresses (NXDOMAIN, or none of a service's replicas ready) removes nobody: with nobody
+left to answer, a kept address costs a probe now and then and no request, and when all replicas
+stumble over one health check the connections still work. A file that is there and lists nobody
+does remove everybody.
 """
 
 import asyncio
+import contextlib
+import ipaddress
+import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from chiasm import telemetry
 
 DNS, FILE = "dns:///", "file:///"
 FORMS = "host:port, dns:///name:port or file:///path"
 _DNS_SECONDS, _FILE_SECONDS = 2.0, 1.0
-# One look-up may take so long; the resolver's own patience (resolv.conf) ends its thread.
-_DNS_PATIENCE_SECONDS = 5.0
+# Then a look counts as failed. The call itself goes on until the system gives up.
+_PATIENCE_SECONDS = 5.0
+# Who saves a file empties it first and then writes: a change counts once it has lasted so long.
+_SETTLE_SECONDS = 0.1
 _FILE_BYTES = 1 << 20
+_MOST_LINES_TOLD = 20
+# Host names of RFC 1123, with the underscore that container networks allow, perhaps rooted.
+_LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.I | re.A)
+_BRACKETED = re.compile(r"\[([0-9a-f:.]+(?:%[\w.-]+)?)\]", re.I | re.A)
 
 Found = frozenset[str]
-# Name and port to addresses; raises OSError. A seam: the system's resolver, or a test's.
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+# The IP addresses of a host; may block; raises OSError. The system's resolver, or another.
+Resolve = Callable[[str], Sequence[str]]
+T = TypeVar("T")
 
 
 class Discovery(Protocol):
@@ -41,7 +57,7 @@ class Discovery(Protocol):
 def check_target(target: str) -> None:
     """Raises ValueError, saying how to mend it, for a target of none of the three forms."""
     if target.startswith(FILE):
-        if target == FILE:
+        if target == FILE or "\0" in target:
             raise ValueError(f"{target!r} names no file; write file:///path")
         return
     if "://" in target and not target.startswith(DNS):
@@ -53,18 +69,53 @@ def check_target(target: str) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`. Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host:
+    """Host and port of `name:port`, `v4:port` or `[v6]:port`; the host in its one usual spelling.
+
+    Raises ValueError.
+    """
+    host, _, port = address.rpartition(":")
+    if not host:
         raise ValueError("it has no host or no port")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if ":" in host and not bracketed:
-        raise ValueError("an IPv6 address stands in brackets, [::1]:50061")
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
         raise ValueError("the port is a number from 1 to 65535")
-    if any(c.isspace() or c in "/@?#," for c in host):
-        raise ValueError("the host is a name or an address")
-    return host.strip("[]"), int(port)
+    return _usual_host(host), int(port)
+
+
+def _usual_host(host: str) -> str:
+    if host.startswith("["):
+        inner = _BRACKETED.fullmatch(host)
+        try:
+            return str(ipaddress.IPv6Address(inner[1] if inner else ""))
+        except ValueError:
+            raise ValueError("what stands in brackets is an IPv6 address") from None
+    if ":" in host:
+        raise ValueError("an IPv6 address stands in brackets, [::1]:50061")
+    if not _NAME.fullmatch(host):
+        raise ValueError("the host is a name of letters, digits, hyphens and dots, or an address")
+    if host.rstrip(".").rpartition(".")[2].isdigit():
+        return _usual_v4(host)
+    return host.lower()
+
+
+def _usual_v4(host: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        raise ValueError("an IPv4 address is four numbers from 0 to 255") from None
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def addresses_of(host: str) -> list[str]:
+    """By the system's resolver, so that hosts files and search domains count. May block for long.
+
+    A replica that is reachable over IPv4 and IPv6 is still one: only addresses of the family that
+    the system would try first (RFC 6724) are given. Raises OSError.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    return [str(place[0]) for family, _, _, _, place in found if family == found[0][0]]
 
 
 def discovery(
@@ -72,58 +123,42 @@ def discovery(
     *,
     dns_seconds: float = _DNS_SECONDS,
     file_seconds: float = _FILE_SECONDS,
-    resolve: Resolve | None = None,
+    patience_seconds: float = _PATIENCE_SECONDS,
+    resolve: Resolve = addresses_of,
 ) -> Discovery:
-    """The union of all `targets`, each as `check_target` takes them.
+    """The union of all `targets`, each as `check_target` takes them; else ValueError.
 
-    `dns_seconds` and `file_seconds` are the time between two looks.
+    `dns_seconds` and `file_seconds` are the time between two looks; a look that takes longer than
+    `patience_seconds` has failed. `resolve` is called in a thread, one call at a time for a name.
     """
-    fixed, looks = set(), []
+    fixed: set[str] = set()
+    looks: list[_Look] = []
     for target in targets:
+        check_target(target)
         if target.startswith(FILE):
-            looks.append(_Look(_read_file(Path(target.removeprefix("file://"))), file_seconds))
+            path = Path(target.removeprefix("file://"))
+            looks.append(_Look(_FileLook(path, patience_seconds), file_seconds))
         elif target.startswith(DNS):
             host, port = split_address(target.removeprefix(DNS))
-            looks.append(_Look(_look_up(host, port, resolve or _system), dns_seconds))
+            looks.append(_Look(_NameLook(host, port, resolve, patience_seconds), dns_seconds))
         else:
-            fixed.add(target)
+            fixed.add(_address(*split_address(target)))
     return _Union(frozenset(fixed), looks)
 
 
-class _Look:
-    """One source that is asked again every `seconds`; remembers its last answer."""
-
-    def __init__(self, ask: Callable[[], Awaitable[Found | None]], seconds: float) -> None:
-        self.seconds = seconds
-        self.found: Found = frozenset()
-        self._ask = ask
-
-    async def again(self) -> None:
-        try:
-            found = await self._ask()
-        except Exception:
-            telemetry.logger().exception("fault", detail="a look for encoders")
-            return
-        if found is not None:
-            self.found = found
-
-
 class _Union:
-    def __init__(self, fixed: Found, looks: Sequence[_Look]) -> None:
+    def __init__(self, fixed: Found, looks: "Sequence[_Look]") -> None:
         self._fixed = fixed
         self._looks = looks
 
     async def addresses(self) -> AsyncIterator[Found]:
         told: Found | None = None
         changed = asyncio.Event()
-        # What is fixed need not wait for a slow name.
-        if self._fixed:
-            told = self._fixed
-            yield told
-        tasks = [asyncio.create_task(_repeat(look, changed)) for look in self._looks]
+        tasks = [asyncio.create_task(look.repeat(changed)) for look in self._looks]
         try:
             while True:
                 now = self._fixed.union(*(look.found for look in self._looks))
+                # At first without waiting: what is fixed need not wait for a slow name.
                 if now != told:
                     told = now
                     yield told
@@ -132,62 +167,87 @@ class _Union:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _repeat(look: _Look, changed: asyncio.Event) -> None:
-    while True:
-        before = look.found
-        await look.again()
-        if look.found != before:
-            changed.set()
-        await asyncio.sleep(look.seconds)
+class _Look:
+    """One source that is asked again every `seconds`; remembers its last answer."""
 
+    def __init__(self, ask: Callable[[], Awaitable[Found | None]], seconds: float) -> None:
+        self.found: Found = frozenset()
+        self._ask = ask
+        self._seconds = seconds
+        self._fault = ""
 
-def _look_up(host: str, port: int, resolve: Resolve) -> Callable[[], Awaitable[Found | None]]:
-    trouble = _Trouble("encoders' name cannot be looked up", name=host)
+    async def repeat(self, changed: asyncio.Event) -> None:
+        while True:
+            before = self.found
+            await self._again()
+            if self.found != before:
+                changed.set()
+            await asyncio.sleep(self._seconds)
 
-    async def look() -> Found | None:
+    async def _again(self) -> None:
         try:
-            async with asyncio.timeout(_DNS_PATIENCE_SECONDS):
-                found = frozenset(await resolve(host, port))
-        except (OSError, TimeoutError, UnicodeError) as error:
-            trouble.tell(type(error).__name__ + (f": {error}" if str(error) else ""))
-            return None
-        trouble.tell("" if found else "it has no address")
-        return found or None
-
-    return look
-
-
-async def _system(host: str, port: int) -> list[str]:
-    """By the system's resolver, so that hosts files and search domains count."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-    return [
-        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in found
-    ]
+            found = await self._ask()
+        except Exception as error:
+            if repr(error) != self._fault:
+                telemetry.logger().exception("fault", detail="a look for encoders")
+            self._fault = repr(error)
+            return
+        self._fault = ""
+        if found is not None:
+            self.found = found
 
 
-def _read_file(path: Path) -> Callable[[], Awaitable[Found | None]]:
-    trouble = _Trouble("encoders' file cannot be read", path=str(path))
-    bad_lines = _Trouble("encoders' file has lines that are not host:port", path=str(path))
+class _NameLook:
+    def __init__(self, host: str, port: int, resolve: Resolve, patience: float) -> None:
+        self._port = port
+        self._resolving = _Aside(lambda: resolve(host), patience)
+        self._trouble = _Trouble("encoders' name cannot be looked up", name=host)
 
-    async def look() -> Found | None:
+    async def __call__(self) -> Found | None:
         try:
-            content = await asyncio.to_thread(_content, path)
-        except OSError as error:
-            trouble.tell(error.strerror or type(error).__name__)
+            hosts = await self._resolving.result()
+        except (OSError, UnicodeError) as error:
+            self._trouble.tell(_words(error))
             return None
-        except ValueError as error:
-            trouble.tell(str(error))
+        self._trouble.tell("" if hosts else "it has no address")
+        return frozenset(_address(host, self._port) for host in hosts) or None
+
+
+class _FileLook:
+    def __init__(self, path: Path, patience: float) -> None:
+        self._reading = _Aside(lambda: _content(path), patience)
+        self._taken: str | None = None
+        self._trouble = _Trouble("encoders' file cannot be read", path=str(path))
+        self._bad_lines = _Trouble(
+            "encoders' file has lines that are not host:port", path=str(path)
+        )
+
+    async def __call__(self) -> Found | None:
+        try:
+            content = await self._settled()
+        except (OSError, ValueError) as error:
+            self._trouble.tell(_words(error))
             return None
-        trouble.tell("")
+        self._trouble.tell("")
+        return None if content is None else self._take(content)
+
+    async def _settled(self) -> str | None:
+        content = await self._reading.result()
+        if content == self._taken:
+            return None
+        await asyncio.sleep(_SETTLE_SECONDS)
+        return content if await self._reading.result() == content else None
+
+    def _take(self, content: str) -> Found:
+        self._taken = content
         found, bad = parse_lines(content)
-        bad_lines.tell(f"ignored: lines {', '.join(map(str, bad[:20]))}" if bad else "")
+        told = ", ".join(map(str, bad[:_MOST_LINES_TOLD]))
+        more = " and more" if len(bad) > _MOST_LINES_TOLD else ""
+        self._bad_lines.tell(f"ignored: lines {told}{more}" if bad else "")
         return found
-
-    return look
 
 
 def _content(path: Path) -> str:
@@ -195,23 +255,71 @@ def _content(path: Path) -> str:
         data = file.read(_FILE_BYTES + 1)
     if len(data) > _FILE_BYTES:
         raise ValueError(f"it has more than {_FILE_BYTES} bytes")
-    return data.decode("utf-8", "replace")
+    return data.decode("utf-8-sig", "replace")
 
 
 def parse_lines(content: str) -> tuple[Found, list[int]]:
     """The addresses of a file's lines, and the numbers of the lines that are none."""
     found, bad = set(), []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         address = line.partition("#")[0].strip()
         if not address:
             continue
         try:
-            split_address(address)
+            found.add(_address(*split_address(address)))
         except ValueError:
             bad.append(number)
-        else:
-            found.add(address)
     return frozenset(found), bad
+
+
+def _words(error: Exception) -> str:
+    said = getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+class _Aside(Generic[T]):
+    """A call that may block, in a thread beside the event loop, one at a time.
+
+    A call that hangs holds its one thread and nobody else: whoever asks meanwhile waits for that
+    call, and the process ends without it. (A pool's threads would be used up by calls that hang,
+    and are waited for at exit.)
+    """
+
+    def __init__(self, call: Callable[[], T], patience: float) -> None:
+        self._call = call
+        self._patience = patience
+        self._running: Future[T] | None = None
+        self._ended = asyncio.Event()
+
+    async def result(self) -> T:
+        """What the call returns or raises; TimeoutError when it takes too long."""
+        running = self._running = self._running or self._begin()
+        async with asyncio.timeout(self._patience):
+            await self._ended.wait()
+        if self._running is running:
+            self._running = None
+        return running.result()
+
+    def _begin(self) -> Future[T]:
+        future: Future[T] = Future()
+        self._ended.clear()
+        run = threading.Thread(
+            target=self._run,
+            args=(future, asyncio.get_running_loop()),
+            name="look for encoders",
+            daemon=True,
+        )
+        run.start()
+        return future
+
+    def _run(self, future: Future[T], loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            future.set_result(self._call())
+        except BaseException as error:
+            future.set_exception(error)
+        # A closed loop, which raises, has nobody who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._ended.set)
 
 
 class _Trouble:

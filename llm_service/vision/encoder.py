@@ -41,13 +41,13 @@ class EncoderSettings:
         silence_seconds: after which an encoder that answers no probe is given up.
         attempt_seconds: longest that one attempt to encode a picture may take.
         connections: HTTP/2 connections, so that a large tensor does not hold back small ones.
-        unary_bytes: embeddings above this come in chunks with a digest.
+        unary_bytes: embeddings above this come in chunks with a checksum.
     """
 
     silence_seconds: float
     attempt_seconds: float
     connections: int = CONNECTIONS
-    unary_bytes: int = limits.MAX_UNARY_TENSOR_BYTES
+    unary_bytes: int = limits.STREAMED_ABOVE_BYTES
 
 
 class Encoder:
@@ -64,6 +64,8 @@ class Encoder:
         self.address = address
         self.name = address
         self.standing = Standing()
+        # What it said it is when it was last found foreign.
+        self.found: EncoderIdentity | None = None
         # Rows asked for and not answered yet.
         self.outstanding = 0
         self._contract = contract
@@ -179,6 +181,7 @@ class Encoder:
             self._on_change(None)
 
     def _foreign(self, found: EncoderIdentity | None) -> None:
+        self.found = found
         if self.standing.state == "foreign":
             return
         self.standing.eject(Cause.FOREIGN, time.monotonic())

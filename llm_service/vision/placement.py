@@ -4,8 +4,9 @@ A picture's digest ranks all encoders (rendezvous hashing: Thaler and Ravishanka
 mappings to increase hit rates", 1998): the same picture has the same ranks everywhere, and an
 encoder that comes or goes moves only its own share. Of the first two ranks the one with the fewer
 outstanding rows is asked ("power of two choices": Mitzenmacher, 2001), so that a repeat finds the
-cache of one of two encoders, and neither is asked blindly. `python -m benchmarks.placement`
-compares it with other policies; docs/fleet.md has the table.
+cache of one of two encoders, and neither is asked blindly. Where both are crowded, as the encoders
+of a picture that everybody sends may be, the next rank is asked that is not.
+`python -m benchmarks.placement` compares it with other policies; docs/fleet.md has the table.
 """
 
 import hashlib
@@ -15,6 +16,10 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+
+# An encoder is crowded with more than so many times the mean of outstanding rows: beyond what
+# chance does among a few, so that no small fleet gives up a cache for it.
+CROWDED = 4
 
 
 @dataclass(frozen=True)
@@ -33,16 +38,31 @@ def order(seats: Sequence[Seat], digest: bytes) -> list[int]:
         digest: names the picture, at least 8 bytes.
     """
     ranked = ranks([seat.name for seat in seats], digest)
-    if len(ranked) > 1 and seats[ranked[1]].outstanding < seats[ranked[0]].outstanding:
-        ranked[:2] = ranked[1], ranked[0]
+    if ranked:
+        ranked.insert(0, ranked.pop(choice(ranked, [seat.outstanding for seat in seats])))
     return ranked
+
+
+def choice(ranked: Sequence[int], outstanding: Sequence[int]) -> int:
+    """The place in `ranked`, not empty, of the encoder to ask; `outstanding` is that of all."""
+    fewer = int(len(ranked) > 1 and outstanding[ranked[1]] < outstanding[ranked[0]])
+    most = CROWDED * sum(outstanding) / len(outstanding)
+    if outstanding[ranked[fewer]] <= most:
+        return fewer
+    free = (place for place, at in enumerate(ranked) if outstanding[at] <= most)
+    return next(free, fewer)
 
 
 def ranks(names: Sequence[str], digest: bytes) -> list[int]:
     """Indices of `names` by their rank for a digest; equal names by index."""
-    hashes = np.fromiter((_hash_of(name) for name in names), np.uint64, len(names))
-    mixed = _mixed(hashes ^ np.uint64(int.from_bytes(digest[:8], "little")))
+    mixed = _mixed(_hashes(tuple(names)) ^ np.uint64(int.from_bytes(digest[:8], "little")))
     return np.argsort(mixed, kind="stable").tolist()  # type: ignore[no-any-return]
+
+
+# The whole fleet, time and again, and some parts of it, of which others were tried.
+@lru_cache(maxsize=32)
+def _hashes(names: tuple[str, ...]) -> NDArray[np.uint64]:
+    return np.array([_hash_of(name) for name in names], np.uint64)
 
 
 @lru_cache(maxsize=65536)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chiasm import telemetry
-from chiasm.errors import ChiasmError
+from chiasm.errors import ChiasmError, Reason
 from chiasm.models.contract import ImageContract
 from chiasm.rpc.context import seconds_left
 from llm_service.vision.attempts import (
@@ -103,7 +103,20 @@ class EncoderPool:
                     break
             else:
                 return replace(fetched, fetch_seconds=time.monotonic() - began)
-        raise told(attempts.failures)
+        raise told(attempts.failures) if attempts.failures else self._nobody()
+
+    def _nobody(self) -> ChiasmError:
+        """What a caller is told where no encoder could be asked."""
+        fleet = list(self._fleet)
+        if not fleet or any(one.standing.state != "foreign" for one in fleet):
+            return told([])
+        found, expected = fleet[0].found, self._contract.expected_identity
+        text = (
+            f"This model takes the encoder {expected.describe()}, but what serves is "
+            f"{'an unreadable identity' if found is None else found.describe()}. Start both with "
+            "one checkpoint, name, type and background."
+        )
+        return ChiasmError(Reason.ENCODER_MISMATCH, text, metadata={"origin": "encoder"})
 
     async def close(self) -> None:
         tasks = [self._following, *self._tasks]

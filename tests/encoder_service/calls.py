@@ -95,6 +95,15 @@ async def until(is_so: Callable[[T], bool], look: Callable[[], Awaitable[T]]) ->
     raise AssertionError(f"it never came to be; last seen: {seen}")
 
 
+async def until_prepared(service: Service, count: int) -> None:
+    """Returns once `count` pictures were prepared, beside the one of the start."""
+
+    async def prepared() -> float:
+        return service.figure("stage_seconds_count", stage="preprocess")
+
+    await until(lambda seen: seen == count + 1, prepared)
+
+
 @asynccontextmanager
 async def serving(settings: EncoderSettings, tower: Tower | None = None) -> AsyncIterator[Service]:
     """The service of `settings` on a free port, with a channel to it."""

@@ -14,7 +14,15 @@ from chiasm.models.vision import ImageFeatures, PixelInputs, VisionHalf
 from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.wire import Wired
 from encoder_service.tower import forward
-from tests.encoder_service.calls import Service, picture, png, rows_of, serving, settings_for, until
+from tests.encoder_service.calls import (
+    Service,
+    picture,
+    png,
+    rows_of,
+    serving,
+    settings_for,
+    until_prepared,
+)
 from tests.encoder_service.gated_tower import GatedTower
 from tests.tiny_llava import build_tiny_llava
 
@@ -35,24 +43,16 @@ async def batched(service: Service, tower: GatedTower, pictures: list[bytes]) ->
         return await asyncio.gather(first, *rest)
 
 
-async def until_prepared(service: Service, count: int) -> None:
-    async def prepared() -> float:
-        return service.figure("stage_seconds_count", stage="preprocess")
-
-    # One more was prepared at the start.
-    await until(lambda seen: seen == count + 1, prepared)
-
-
-@pytest.mark.parametrize("bit_exact", [True, False])
-async def test_calls_that_wait_together_are_taken_together(
-    checkpoint: Path, half: VisionHalf, bit_exact: bool
+@pytest.mark.parametrize(("bit_exact", "takes"), [(True, 7), (False, 2)])
+async def test_calls_that_wait_together_are_taken_together_where_they_share_a_forward(
+    checkpoint: Path, half: VisionHalf, bit_exact: bool, takes: int
 ) -> None:
     tower = GatedTower(half)
     pictures = [picture(seed) for seed in range(7)]
     async with serving(settings_for(checkpoint, bit_exact=bit_exact), tower) as service:
         before = service.figure("batch_images_count"), service.figure("batch_images_sum")
         replies = await batched(service, tower, pictures)
-        assert service.figure("batch_images_count") - before[0] == 2
+        assert service.figure("batch_images_count") - before[0] == takes
         assert service.figure("batch_images_sum") - before[1] == 7
     for data, reply in zip(pictures, replies, strict=True):
         (alone,) = half.encode([half.preprocess(images.decode_image(data))])

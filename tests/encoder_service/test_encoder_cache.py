@@ -122,10 +122,12 @@ def test_every_field_of_a_key_counts_and_no_two_run_together(half: VisionHalf) -
     options = PixelOptions("auto", None, None)
     base = ("t", half.identity, b"\0" * 32, 5, options)
     other_identity = replace(half.identity, weights_digest="0" * 64)
+    black = replace(half.identity, background="#000000")
     keys = {
         embedding_key(*base),
         embedding_key("", *base[1:]),
         embedding_key("t", other_identity, *base[2:]),
+        embedding_key("t", black, *base[2:]),
         embedding_key("t", half.identity, b"\1" * 32, 5, options),
         embedding_key("t", half.identity, b"\0" * 32, 6, options),
         embedding_key(*base[:4], PixelOptions("low", None, None)),
@@ -135,6 +137,6 @@ def test_every_field_of_a_key_counts_and_no_two_run_together(half: VisionHalf) -
             "t'" + half.identity.model_id, replace(half.identity, model_id=""), *base[2:]
         ),
     }
-    assert len(keys) == 9
+    assert len(keys) == 10
     assert {len(key) for key in keys} == {32}
     assert embedding_key(*base) in keys

@@ -25,8 +25,12 @@ from chiasm.models.vision import VisionHalf
 from chiasm.v1 import encoder_service_pb2 as pb
 from encoder_service.batcher import Batcher, Interest, Load
 from encoder_service.metrics import EncoderMetrics
+from encoder_service.tower import Measure
 from tests.encoder_service.calls import Service, picture, serving, settings_for
 from tests.encoder_service.gated_tower import GatedTower
+
+SIZE = Measure(pixel_count=40 * 30, row_count=4)
+"""Of one picture in the tiny checkpoint."""
 
 
 @asynccontextmanager
@@ -162,7 +166,7 @@ async def test_what_waits_when_the_batcher_stops_is_told_so(half: VisionHalf) ->
     with tower.held():
         async with batcher.running():
             waiting = [
-                batcher.submit(memoryview(picture(seed)), DEFAULT_OPTIONS, "", wanted())
+                batcher.submit(memoryview(picture(seed)), DEFAULT_OPTIONS, SIZE, "", wanted())
                 for seed in (1, 2)
             ]
             assert await asyncio.to_thread(tower.waiting.wait, 10)
@@ -172,7 +176,7 @@ async def test_what_waits_when_the_batcher_stops_is_told_so(half: VisionHalf) ->
             with pytest.raises(ChiasmError, match="stopping"):
                 item.result.result()
     with pytest.raises(ChiasmError) as refused:
-        batcher.submit(memoryview(picture(1)), DEFAULT_OPTIONS, "", wanted())
+        batcher.submit(memoryview(picture(1)), DEFAULT_OPTIONS, SIZE, "", wanted())
     assert refused.value.reason is Reason.NOT_READY
     assert batcher.load == Load()
 
@@ -186,8 +190,10 @@ async def test_a_fault_of_the_processor_is_one_pictures_and_keeps_its_text(
         narrow, DEFAULT_LIMITS, settings_for(Path()).batcher, EncoderMetrics(CollectorRegistry())
     )
     async with batcher.running():
-        wide = batcher.submit(memoryview(picture(1, (50, 20))), DEFAULT_OPTIONS, "req-1", wanted())
-        tall = batcher.submit(memoryview(picture(2, (20, 50))), DEFAULT_OPTIONS, "req-2", wanted())
+        wide, tall = (
+            batcher.submit(memoryview(picture(1, size)), DEFAULT_OPTIONS, SIZE, "", wanted())
+            for size in ((50, 20), (20, 50))
+        )
         with pytest.raises(ChiasmError) as told:
             await wide.result
         assert (await tall.result).features.rows.shape == (4, 64)

@@ -11,7 +11,6 @@ import PIL.Image
 import torch
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
     ProcessorMixin,
@@ -19,7 +18,7 @@ from transformers import (
 from transformers.models.auto import processing_auto
 
 from chiasm.models.checkpoint import open_checkpoint
-from chiasm.models.identity import IMAGE_BACKEND
+from chiasm.models.sources import load_image_processor
 
 Said = tuple[str, tuple[str | PIL.Image.Image, ...]]
 """A turn: the role, and text and pictures in order."""
@@ -120,13 +119,12 @@ def processor_of(directory: Path) -> Any:
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
 
-    auto: Any = AutoImageProcessor
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     taken = inspect.signature(whole.__init__).parameters
     more = {key: value for key, value in settings.items() if key in taken}
     for part in ("image_processor", "video_processor", "tokenizer", "feature_extractor"):
         more.pop(part, None)
-    images = auto.from_pretrained(directory, backend=IMAGE_BACKEND)
+    images = load_image_processor(checkpoint)
     if "video_processor" in taken:
         # One family reads settings of it that its image processor has as well.
         more["video_processor"] = images

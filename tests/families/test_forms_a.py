@@ -1,6 +1,6 @@
 """An image's form says before encoding what transformers' processor and whole model make of it.
 
-LLaVA, Pixtral, LLaVA-NeXT, LLaVA-OneVision, Mistral 3, InternVL, Idefics3 and SmolVLM.
+LLaVA, Pixtral, LLaVA-NeXT, LLaVA-OneVision, Mistral 3, InternVL, Idefics3, SmolVLM and LFM2-VL.
 """
 
 import json
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 NAMES = (
     "idefics3",
     "internvl",
+    "lfm2_vl",
     "llava",
     "llava_next",
     "llava_onevision",
@@ -37,10 +38,12 @@ NAMES = (
     "pixtral",
     "smolvlm",
 )
-SIZED = ("idefics3", "llava_next", "llava_onevision", "mistral3", "pixtral", "smolvlm")
+SIZED = ("idefics3", "lfm2_vl", "llava_next", "llava_onevision", "mistral3", "pixtral", "smolvlm")
 """Families whose text follows from the image's size, in pixels."""
 LINED = ("mistral3", "pixtral")
 """Families that scale down and keep the shape, so that nothing may be left of a short side."""
+THIN = (*LINED, "lfm2_vl")
+"""Families that refuse the thinnest pictures."""
 
 # Height and width: below a patch, thin, odd, square, just over a tile, and large.
 SIZES: tuple[Size, ...] = (
@@ -143,7 +146,7 @@ def test_every_size_has_rows_or_a_reason(known: Known) -> None:
         for width in (1, 3, 14, 28, 57, 113, 168, 1023, 5000):
             one_cell = known.name == "mistral3" and max(height, width) <= 28
             thin = max(height, width) > 100 * min(height, width)
-            if known.name in LINED and (one_cell or thin):
+            if known.name in THIN and (one_cell or thin):
                 assert_rows_or_reason(known.contract, (height, width))
             else:
                 assert known.contract.of_size((height, width)).row_count > 0

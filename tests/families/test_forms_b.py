@@ -1,6 +1,7 @@
 """An image's form says before encoding what transformers' processor and whole model make of it.
 
-Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, MiniCPM-V 4.6, Gemma 3, Gemma 4 and PaliGemma.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, MiniCPM-V 4.6, Aya Vision, Gemma 3, Gemma 4 and
+PaliGemma.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 GRIDDED = ("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl")
 FIXED = ("gemma3", "paligemma")
-NAMES = (*GRIDDED, *FIXED, "gemma4", "minicpmv4_6")
+NAMES = (*GRIDDED, *FIXED, "aya_vision", "gemma4", "minicpmv4_6")
 LEVELS = {"qwen3_vl": 2}
 
 # Height and width: below a patch, thin, odd, square, and larger than every tiny budget.
@@ -184,7 +185,7 @@ def test_the_vision_half_gives_the_forms_rows_and_all_levels(gridded: Known) -> 
         )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "llava_next", "llava_onevision", "pixtral"])
+@pytest.mark.parametrize("name", [*NAMES, "lfm2_vl", "llava_next", "llava_onevision", "pixtral"])
 def test_images_may_share_a_forward(name: str, tmp_path: Path) -> None:
     """Sizes whose tiles are of one shape and whose rows are not of one number, among others."""
     zoo.BUILDERS[name](tmp_path)
@@ -255,7 +256,7 @@ def test_rows_without_a_grid_are_refused_with_the_field_to_send(gridded: Known) 
         gridded.contract.of_rows(4, None, (200, 300))
 
 
-@pytest.mark.parametrize("name", [*FIXED, "gemma4", "minicpmv4_6"])
+@pytest.mark.parametrize("name", [*FIXED, "aya_vision", "gemma4", "minicpmv4_6"])
 def test_a_family_without_a_grid_refuses_one_and_pixel_bounds(name: str, tmp_path: Path) -> None:
     zoo.BUILDERS[name](tmp_path)
     contract = contract_of(tmp_path)

@@ -45,7 +45,7 @@ WRONG_ANSWERS: tuple[Behaviour, ...] = (
 )
 WRONG_STREAMS: tuple[Behaviour, ...] = (
     "truncated chunk",
-    "wrong digest",
+    "wrong checksum",
     "no trailer",
     "endless chunks",
     "more than stated",

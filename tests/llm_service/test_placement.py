@@ -3,10 +3,10 @@
 import random
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llm_service.vision.placement import Seat, order, ranks
+from llm_service.vision.placement import CROWDED, Seat, order, ranks
 
 DIGESTS = st.binary(min_size=32, max_size=32)
 SEATS = st.lists(
@@ -18,6 +18,11 @@ SEATS = st.lists(
 
 def idle(count: int) -> list[Seat]:
     return [Seat(f"10.0.0.{number}:50061", 0) for number in range(count)]
+
+
+def crowded(seat: Seat, seats: list[Seat]) -> bool:
+    mean = sum(one.outstanding for one in seats) / len(seats)
+    return seat.outstanding > CROWDED * mean
 
 
 def digests(count: int) -> list[bytes]:
@@ -41,12 +46,52 @@ def test_the_order_of_encoders_does_not_depend_on_how_they_are_listed(
 
 
 @given(SEATS, DIGESTS)
-def test_of_the_two_first_ranks_the_less_loaded_is_asked(seats: list[Seat], digest: bytes) -> None:
+def test_of_the_first_two_ranks_the_less_loaded_is_asked_unless_it_is_crowded(
+    seats: list[Seat], digest: bytes
+) -> None:
+    assume(seats)
     first_two = ranks([seat.name for seat in seats], digest)[:2]
-    if seats:
-        chosen = order(seats, digest)[0]
-        assert chosen in first_two
-        assert seats[chosen].outstanding == min(seats[at].outstanding for at in first_two)
+    fewer = min((seats[at] for at in first_two), key=lambda seat: seat.outstanding)
+    asked = seats[order(seats, digest)[0]]
+    assert asked is fewer or crowded(fewer, seats)
+    assert not crowded(asked, seats)
+
+
+@given(SEATS, DIGESTS)
+def test_after_a_failure_the_others_are_tried_by_rank(seats: list[Seat], digest: bytes) -> None:
+    assume(seats)
+    first, *others = order(seats, digest)
+    ranked = ranks([seat.name for seat in seats], digest)
+    assert others == [at for at in ranked if at != first]
+
+
+@given(SEATS, DIGESTS)
+def test_a_service_that_knows_a_part_of_the_fleet_ranks_it_alike(
+    seats: list[Seat], digest: bytes
+) -> None:
+    names = [seat.name for seat in seats]
+    part = names[: len(names) // 2]
+    whole = [names[at] for at in ranks(names, digest) if names[at] in part]
+    assert [part[at] for at in ranks(part, digest)] == whole
+
+
+def test_no_encoders_give_no_order_and_one_is_asked_whatever_it_has_outstanding() -> None:
+    assert order([], b"\x01" * 32) == []
+    assert order([Seat("a:1", 10**9)], b"\x01" * 32) == [0]
+
+
+def test_of_two_encoders_equally_loaded_the_first_rank_is_asked() -> None:
+    for digest in digests(50):
+        loaded = [Seat(seat.name, 700) for seat in idle(2)]
+        assert order(loaded, digest) == ranks([seat.name for seat in loaded], digest)
+
+
+def test_a_picture_that_everybody_sends_is_spread_beyond_its_first_two_ranks() -> None:
+    seats = idle(100)
+    for _ in range(1000):
+        at = order(seats, b"\x07" * 32)[0]
+        seats[at] = Seat(seats[at].name, seats[at].outstanding + 100)
+    assert sum(seat.outstanding > 0 for seat in seats) > 20
 
 
 def test_a_picture_comes_back_to_the_same_encoder_while_loads_are_equal() -> None:

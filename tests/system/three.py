@@ -80,11 +80,17 @@ class Three:
 
 
 @contextmanager
-def three(model: Path, *, gateway_flags: Sequence[str] = ()) -> Iterator[Three]:
+def three(
+    model: Path,
+    *,
+    encoder_flags: Sequence[str] = (),
+    llm_flags: Sequence[str] = (),
+    gateway_flags: Sequence[str] = (),
+) -> Iterator[Three]:
     """Starts the three for the checkpoint in `model`."""
     with ExitStack() as stack:
-        encoder = stack.enter_context(start_encoder(model))
-        llm = stack.enter_context(start_llm(model, "--encoders", encoder.target))
+        encoder = stack.enter_context(start_encoder(model, *encoder_flags))
+        llm = stack.enter_context(start_llm(model, "--encoders", encoder.target, *llm_flags))
         gateway = stack.enter_context(start_gateway(llm.port, *gateway_flags))
         at_start = memory(encoder), memory(llm), memory(gateway)
         yield Three(encoder, llm, gateway, model.name, at_start)

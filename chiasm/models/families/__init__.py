@@ -10,6 +10,7 @@ from chiasm.models.families import (
     glm4v,
     idefics3,
     internvl,
+    lfm2_vl,
     llava,
     llava_next,
     llava_onevision,
@@ -42,6 +43,7 @@ _MODULES = (
     qwen3_5,
     minicpmv4_6,
     aya_vision,
+    lfm2_vl,
 )
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 

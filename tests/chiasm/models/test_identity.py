@@ -11,6 +11,7 @@ from transformers import LlavaForConditionalGeneration
 from chiasm.models.identity import checkpoint_identity
 from chiasm.models.language import LanguageHalf
 from chiasm.models.vision import VisionHalf
+from chiasm.models.wire import identity_from_wire, identity_to_wire
 from tests.chiasm.models.variants import Tensors, copy_of, edit_json, edit_weights
 from tests.tiny_llava import build_tiny_llava
 
@@ -31,6 +32,20 @@ def test_the_encoders_type_is_part_of_the_identity(clip_llava: Path) -> None:
     half = LanguageHalf.load(clip_llava, model_id="tiny", encoder_dtype=torch.bfloat16)
     assert half.contract.expected_identity == checkpoint_identity(clip_llava, "bfloat16", "tiny")
     assert half.contract.expected_identity != checkpoint_identity(clip_llava, "float32", "tiny")
+
+
+def test_the_background_is_part_of_the_identity_however_it_is_written(clip_llava: Path) -> None:
+    white = checkpoint_identity(clip_llava, "float32", "tiny")
+    black = checkpoint_identity(clip_llava, "float32", "tiny", "Black")
+    half = VisionHalf.load(clip_llava, model_id="tiny", background="#000000")
+    language = LanguageHalf.load(clip_llava, model_id="tiny", background="black")
+    assert half.identity == language.contract.expected_identity == black != white
+    assert "background #ffffff" in white.describe()
+    assert "background #000000" in black.describe()
+    sent = identity_to_wire(black)
+    assert identity_from_wire(sent) == black
+    sent.ClearField("background")
+    assert identity_from_wire(sent) == white
 
 
 def flip_one_bit(name: str) -> Callable[[Tensors], Tensors]:
