@@ -17,9 +17,9 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -86,125 +86,116 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- pictures
 
 
-def write_pictures(directory: Path, plan: Plan, seed: int) -> list[Path]:
-    """JPEG files that no other seed gives; the larger cells need no more than the first does."""
-    stream = np.random.default_rng(seed)
-    count = plan.pictures * len(plan.in_flight) + max(plan.in_flight)
-    files = []
-    for number in range(count):
-        path = directory / f"{seed}-{number}.jpg"
-        path.write_bytes(_jpeg(stream, plan.size))
-        files.append(path)
-    return files
+class Pictures:
+    """JPEG files, each made once and asked for once."""
 
+    def __init__(self, size: tuple[int, int]) -> None:
+        self._stream = np.random.default_rng(0)
+        self._size = size
 
-def _jpeg(stream: np.random.Generator, size: tuple[int, int]) -> bytes:
-    coarse = stream.integers(0, 256, (COARSE_SIDE, COARSE_SIDE, 3), np.uint8)
-    smooth = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), np.int16)
-    detail = stream.integers(-DETAIL, DETAIL + 1, (size[1], size[0], 1), np.int16)
-    file = BytesIO()
-    pixels = np.clip(smooth + detail, 0, 255).astype(np.uint8)
-    Image.fromarray(pixels).save(file, "JPEG", quality=JPEG_QUALITY)
-    return file.getvalue()
+    def some(self, count: int) -> list[bytes]:
+        return [self._one() for _ in range(count)]
+
+    def _one(self) -> bytes:
+        coarse = self._stream.integers(0, 256, (COARSE_SIDE, COARSE_SIDE, 3), np.uint8)
+        blown = Image.fromarray(coarse).resize(self._size, Image.Resampling.BICUBIC)
+        smooth = np.asarray(blown, np.int16)
+        detail = self._stream.integers(-DETAIL, DETAIL + 1, (*smooth.shape[:2], 1), np.int16)
+        file = BytesIO()
+        pixels = np.clip(smooth + detail, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(file, "JPEG", quality=JPEG_QUALITY)
+        return file.getvalue()
 
 
 # ---- the service
 
 
 @contextmanager
-def _encoder(plan: Plan) -> Iterator[Mapping[str, int]]:
-    """A real encoder process; its ports."""
-    command = [
-        *(sys.executable, "-m", "encoder_service", "--model", str(plan.model)),
-        *("--port", "0", "--metrics-port", "0", "--dtype", plan.dtype, "--log-level", "warning"),
-        *("--torch-threads", str(plan.threads), "--drain-seconds", "0", *plan.encoder_flags),
-    ]
+def _process(plan: Plan, module: str, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A Python process that has said that it is ready, by a line; ended at the end."""
+    threads = {"OMP_NUM_THREADS": str(plan.threads), "HF_HUB_OFFLINE": "1"}
     child = subprocess.Popen(
-        command, cwd=ROOT, env=_environment(plan), stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", module, *words, "--model", str(plan.model), "--dtype", plan.dtype],
+        cwd=ROOT, env={**os.environ, **threads}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        assert child.stdout is not None
-        ready = child.stdout.readline()
-        if not ready:
-            raise SystemExit("the encoder did not start; its reason is above")
-        yield json.loads(ready)
+        yield child
     finally:
         child.terminate()
         child.wait(60)
 
 
-def _environment(plan: Plan) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "HF_HUB_OFFLINE": "1"}
+def _line_of(child: "subprocess.Popen[bytes]") -> Any:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise SystemExit("a process ended early; its reason is above")
+    return json.loads(line)
 
 
-def measure_service(plan: Plan, files: Sequence[Path]) -> Speeds:
-    """Closed loops: as many calls as are to be in flight, each with a picture of its own."""
-    with _encoder(plan) as ports:
-        return asyncio.run(_measure_service(plan, files, ports))
+class Service:
+    """An encoder process, asked over gRPC in closed loops."""
 
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        ports = _line_of(child)
+        self._target = f"127.0.0.1:{ports['port']}"
+        self._figures = f"http://127.0.0.1:{ports['metrics_port']}/metrics"
 
-async def _measure_service(plan: Plan, files: Sequence[Path], ports: Mapping[str, int]) -> Speeds:
-    speeds: Speeds = {}
-    left = list(files)
-    async with open_channel(f"127.0.0.1:{ports['port']}") as channel:
+    def speed(self, pictures: list[bytes], in_flight: int) -> Speed:
+        """With `in_flight` calls at any time, as long as there are pictures."""
+        before = self._stages()
+        seconds = asyncio.run(self._ask(pictures, in_flight))
+        after = self._stages()
+        means = {stage: (after[stage] - before.get(stage, 0)) / len(pictures) for stage in STAGES}
+        return Speed(len(pictures) / seconds, means)
 
-        async def ask_all(files: list[Path], in_flight: int) -> None:
-            async def ask() -> None:
-                while files:
-                    await EncoderMethods.ENCODE_IMAGE.call(channel, _request(files.pop()))
+    async def _ask(self, pictures: list[bytes], in_flight: int) -> float:
+        left = list(pictures)
 
+        async def ask() -> None:
+            while left:
+                await EncoderMethods.ENCODE_IMAGE.call(channel, _request(left.pop()))
+
+        async with open_channel(self._target) as channel:
+            began = time.monotonic()
             await asyncio.gather(*(ask() for _ in range(in_flight)))
+            return time.monotonic() - began
 
-        await ask_all([left.pop() for _ in range(max(plan.in_flight))], max(plan.in_flight))
-        for in_flight in plan.in_flight:
-            asked = [left.pop() for _ in range(plan.pictures)]
-            before, began = _stages(ports["metrics_port"]), time.monotonic()
-            await ask_all(asked, in_flight)
-            seconds = time.monotonic() - began
-            after = _stages(ports["metrics_port"])
-            means = {stage: (after[stage] - before[stage]) / plan.pictures for stage in STAGES}
-            speeds[f"{in_flight} in flight"] = Speed(plan.pictures / seconds, means)
-            to_stderr(f"  {in_flight} in flight: {plan.pictures / seconds:.2f} pictures/s")
-    return speeds
+    def _stages(self) -> dict[str, float]:
+        """Milliseconds that all pictures so far spent in each stage."""
+        with urllib.request.urlopen(self._figures) as reply:
+            text = reply.read().decode()
+        return {
+            sample.labels["stage"]: sample.value * 1000
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "chiasm_encoder_stage_seconds_sum"
+        }
 
 
-def _request(file: Path) -> Wired[pb.EncodeImageRequest]:
+def _request(picture: bytes) -> Wired[pb.EncodeImageRequest]:
     buffers = Buffers()
-    image = image_pb2.Image(data=buffers.put(file.read_bytes()))
+    image = image_pb2.Image(data=buffers.put(picture))
     return Wired(pb.EncodeImageRequest(image=image), buffers)
-
-
-def _stages(port: int) -> dict[str, float]:
-    """Milliseconds that all pictures so far spent in each stage."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-        text = reply.read().decode()
-    return {
-        sample.labels["stage"]: sample.value * 1000
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "chiasm_encoder_stage_seconds_sum"
-    }
 
 
 # ---- the plain loop
 
 
-def measure_plain(plan: Plan, files: Sequence[Path]) -> Speeds:
-    """The loop in a process of its own, once for each size of batch."""
-    speeds: Speeds = {}
-    for batch in BATCHES:
-        told = subprocess.run(
-            [
-                *(sys.executable, "-m", "benchmarks.encoder", "plain", "--model", str(plan.model)),
-                *("--dtype", plan.dtype, "--threads", str(plan.threads), "--batch", str(batch)),
-            ],
-            cwd=ROOT, env=_environment(plan), check=True, stdout=subprocess.PIPE, text=True,
-            input="\n".join(map(str, files[: plan.pictures + BATCHES[-1]])),
-        ).stdout  # fmt: skip
-        speed = Speed(**json.loads(told))
-        speeds[f"batch {batch}"] = speed
-        to_stderr(f"  batch {batch}: {speed.pictures_per_second:.2f} pictures/s")
-    return speeds
+class Loop:
+    """The loop over transformers in a process of its own."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        self._child = child
+        _line_of(child)
+
+    def speed(self, pictures: list[bytes], batch: int) -> Speed:
+        """With `batch` pictures in one forward."""
+        assert self._child.stdin is not None
+        asked = {"batch": batch, "pictures": [b64encode(one).decode() for one in pictures]}
+        self._child.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._child.stdin.flush()
+        return Speed(**_line_of(self._child))
 
 
 def _plain(options: argparse.Namespace) -> None:
@@ -217,27 +208,27 @@ def _plain(options: argparse.Namespace) -> None:
     model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=dtype)
     processors: Any = AutoImageProcessor
     processor = processors.from_pretrained(options.model)
-    files = sys.stdin.read().split("\n")
-    preparing = computing = 0.0
 
-    def encode(batch: Sequence[str]) -> None:
-        nonlocal preparing, computing
+    def encode(batch: Sequence[bytes]) -> tuple[float, float]:
         began = time.monotonic()
-        images = [Image.open(file).convert("RGB") for file in batch]
+        images = [Image.open(BytesIO(file)).convert("RGB") for file in batch]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"]
         prepared = time.monotonic()
         model.get_image_features(pixels.to(model.dtype))
-        preparing += prepared - began
-        computing += time.monotonic() - prepared
+        return prepared - began, time.monotonic() - prepared
 
+    print("{}", flush=True)
     with torch.inference_mode():
-        encode(files[: BATCHES[-1]])
-        preparing = computing = 0.0
-        rest = files[BATCHES[-1] :]
-        for at in range(0, len(rest), options.batch):
-            encode(rest[at : at + options.batch])
-    stages = {"preprocess": 1000 * preparing / len(rest), "forward": 1000 * computing / len(rest)}
-    print(json.dumps(asdict(Speed(len(rest) / (preparing + computing), stages))))
+        for line in sys.stdin:
+            asked = json.loads(line)
+            batch, files = asked["batch"], [b64decode(one) for one in asked["pictures"]]
+            spent = [encode(files[at : at + batch]) for at in range(0, len(files), batch)]
+            seconds = [sum(times) for times in zip(*spent, strict=True)]
+            stages = {
+                name: 1000 * one / len(files)
+                for name, one in zip(("preprocess", "forward"), seconds, strict=True)
+            }
+            print(json.dumps(asdict(Speed(len(files) / sum(seconds), stages))), flush=True)
 
 
 # ---- rounds
@@ -245,23 +236,52 @@ def _plain(options: argparse.Namespace) -> None:
 
 def _throughput(options: argparse.Namespace) -> None:
     plan = _plan(options)
-    rounds = [measure_round(plan, number) for number in range(plan.rounds)]
+    rounds = list(measure(plan))
     if options.json:
         record = [{cell: asdict(speed) for cell, speed in one.items()} for one in rounds]
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print("\n".join(table(rounds)))
 
 
-def measure_round(plan: Plan, number: int) -> Speeds:
-    """Both systems on the same files; who begins alternates."""
-    to_stderr(f"round {number + 1} of {plan.rounds}")
-    ways: list[Callable[[Plan, Sequence[Path]], Speeds]] = [measure_service, measure_plain]
-    speeds: Speeds = {}
-    with tempfile.TemporaryDirectory() as directory:
-        files = write_pictures(Path(directory), plan, number)
-        for way in ways if number % 2 == 0 else reversed(ways):
-            speeds |= way(plan, files)
-    return speeds
+def measure(plan: Plan) -> Iterator[Speeds]:
+    """Both processes live all the time, one of them at work; the order of the cells alternates."""
+    encoder = (
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--log-level",
+        "warning",
+        "--drain-seconds",
+        "0",
+        "--torch-threads",
+        str(plan.threads),
+        *plan.encoder_flags,
+    )
+    with (
+        _process(plan, "encoder_service", *encoder) as service,
+        _process(plan, "benchmarks.encoder", "plain", "--threads", str(plan.threads)) as loop,
+    ):
+        chiasm, plain = Service(service), Loop(loop)
+        cells = {
+            f"chiasm, {count} in flight": partial(chiasm.speed, in_flight=count)
+            for count in plan.in_flight
+        }
+        cells |= {
+            f"transformers, batch {count}": partial(plain.speed, batch=count) for count in BATCHES
+        }
+        pictures = Pictures(plan.size)
+        for measured in cells.values():
+            measured(pictures.some(BATCHES[-1]))
+        for number in range(plan.rounds):
+            speeds = {}
+            for cell in cells if number % 2 == 0 else reversed(cells):
+                speeds[cell] = cells[cell](pictures.some(plan.pictures))
+                to_stderr(
+                    f"round {number + 1} of {plan.rounds}: {cell}: "
+                    f"{speeds[cell].pictures_per_second:.2f} pictures/s"
+                )
+            yield {cell: speeds[cell] for cell in cells}
 
 
 def table(rounds: Sequence[Speeds]) -> Iterator[str]:
@@ -272,22 +292,16 @@ def table(rounds: Sequence[Speeds]) -> Iterator[str]:
         + " |"
     )
     yield "|---|" + "---:|" * (2 + len(STAGES))
-    cells = sorted(rounds[0], key=lambda cell: (cell.startswith("batch"), _count_of(cell)))
-    for cell in cells:
+    for cell in rounds[0]:
         ratio = statistics.median(one[cell].pictures_per_second / _better(one) for one in rounds)
         yield _row(cell, [one[cell] for one in rounds], ratio)
 
 
-def _count_of(cell: str) -> int:
-    return next(int(word) for word in cell.split() if word.isdigit())
-
-
 def _better(speeds: Speeds) -> float:
-    return max(speeds[f"batch {batch}"].pictures_per_second for batch in BATCHES)
+    return max(speeds[f"transformers, batch {batch}"].pictures_per_second for batch in BATCHES)
 
 
 def _row(cell: str, speeds: Sequence[Speed], ratio: float) -> str:
-    way = f"transformers, {cell}" if cell.startswith("batch") else f"chiasm, {cell}"
     speed = statistics.median(one.pictures_per_second for one in speeds)
     stages = (
         f"{statistics.median(one.stages[stage] for one in speeds):.1f}"
@@ -295,7 +309,7 @@ def _row(cell: str, speeds: Sequence[Speed], ratio: float) -> str:
         else "-"
         for stage in STAGES
     )
-    return f"| {way} | {speed:.2f} | {ratio:.2f} | {' | '.join(stages)} |"
+    return f"| {cell} | {speed:.2f} | {ratio:.2f} | {' | '.join(stages)} |"
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -325,7 +339,6 @@ def _parser() -> argparse.ArgumentParser:
     # For `throughput`, which starts it.
     plain = commands.add_parser("plain")
     _shared_options(plain)
-    plain.add_argument("--batch", type=int, required=True)
     plain.set_defaults(run=_plain)
     return parser
 

@@ -71,10 +71,8 @@ class EncoderServicer:
         self, request: Wired[pb.EncodeImageRequest], call: Call
     ) -> Wired[pb.EncodeImageResponse]:
         with self._counted():
-            answer = await self._answer(request, call)
-            with self._metrics.stage_seconds.labels("reply").time():
-                response = messages.to_reply(answer)
-                messages.check_unary(response)
+            response = self._reply(await self._answer(request, call))
+            messages.check_unary(response)
             self._metrics.sent_bytes.inc(response.buffers.byte_count)
             return response
 
@@ -82,7 +80,7 @@ class EncoderServicer:
         self, request: Wired[pb.EncodeImageStreamRequest], call: Call
     ) -> AsyncIterator[Wired[pb.EncodeImageStreamResponse]]:
         with self._counted():
-            reply = messages.to_reply(await self._answer(request, call))
+            reply = self._reply(await self._answer(request, call))
             for event in send_embedding(reply):
                 yield event
             self._metrics.sent_bytes.inc(reply.buffers.byte_count)
@@ -129,6 +127,10 @@ class EncoderServicer:
         )
         _note(call, answer)
         return answer
+
+    def _reply(self, answer: Answer) -> Wired[pb.EncodeImageResponse]:
+        with self._metrics.stage_seconds.labels("reply").time():
+            return messages.to_reply(answer)
 
     async def _obtain(self, ready: Loaded, picture: Picture, digest: bytes, call: Call) -> Obtained:
         key = embedding_key(

@@ -26,7 +26,8 @@ class GatewaySettings(Settings):
     llm: str = Field(
         "127.0.0.1:50051",
         min_length=1,
-        description="LLM service: host:port, or dns:///name:port to reach every address.",
+        description="LLM service: host:port; dns:///name:port to reach every address of a name; "
+        "ipv4:address:port,address:port for several that are listed.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")

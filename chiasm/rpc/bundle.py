@@ -16,7 +16,8 @@ CONNECTIONS = 2
 
 
 class Bundle:
-    """Channels to `target`, each with a connection of its own, made at the first call.
+    """Channels to `target`, each with a connection of its own, made at the first call
+    or by `connect`.
 
     Close it on the event loop that it was made on.
     """
@@ -24,6 +25,11 @@ class Bundle:
     def __init__(self, target: str, connections: int = CONNECTIONS) -> None:
         self._channels = [open_channel(target) for _ in range(connections)]
         self._expected = [0] * connections
+
+    def connect(self) -> None:
+        """Begins to make all connections, so that no first call on one meets a peer that hangs."""
+        for channel in self._channels:
+            channel.get_state(try_to_connect=True)
 
     @contextmanager
     def lent(self, expected_bytes: int) -> Iterator[grpc.aio.Channel]:

@@ -31,6 +31,8 @@ from llm_service.vision.standing import Answer, Cause, Standing
 
 T = TypeVar("T")
 _E = encoder_service_pb2
+# Checking so much takes about as long as handing it to a thread.
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Encoder:
         self._on_change = on_change
         self._probe_interval = probe_interval
         self._bundle = Bundle(address, settings.connections)
+        self._bundle.connect()
         self._calls: set[asyncio.Future[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -96,27 +99,26 @@ class Encoder:
             self.outstanding -= rows
             if not self.outstanding:
                 self._idle.set()
-        fetched = self._read(reply, sought, began)
+        fetched = await self._read_aside(reply, sought, began)
         self.standing.answered(Answer(fetched.fetch_seconds, owed))
         return fetched
 
     def eject(self, cause: Cause, detail: str = "") -> None:
         """Asks it no more until a probe proves it, and says so in the log."""
-        if not self.standing.eject(cause, time.monotonic()):
-            return
+        if self.standing.eject(cause, time.monotonic()):
+            self._tell_ejected(cause, detail)
+
+    def failed(self, detail: str) -> None:
+        """Counts a failure that the encoder told of itself; too many in a row eject it."""
+        if self.standing.failed(time.monotonic()):
+            self._tell_ejected(Cause.FAILING, detail)
+
+    def _tell_ejected(self, cause: Cause, detail: str) -> None:
         telemetry.logger().warning(
             "encoder ejected", encoder=self.address, cause=cause.value, detail=detail
         )
         self._probe_now.set()
         self._on_change(cause)
-
-    def failed(self, detail: str) -> None:
-        """Counts a failure that the encoder told of itself."""
-        if self.standing.failed(time.monotonic()):
-            telemetry.logger().warning(
-                "encoder ejected", encoder=self.address, cause=Cause.FAILING.value, detail=detail
-            )
-            self._on_change(Cause.FAILING)
 
     async def retire(self) -> None:
         """Ends the probes, lets calls end, then closes."""
@@ -256,6 +258,12 @@ class Encoder:
             expected_identity=self._identity,
         )
         return wire.Wired(message, buffers)
+
+    async def _read_aside(self, reply: wire.Wired[Any], sought: Sought, began: float) -> Fetched:
+        """`_read`, off the event loop where there is much to check."""
+        if reply.buffers.byte_count <= _SMALL_BYTES:
+            return self._read(reply, sought, began)
+        return await asyncio.to_thread(self._read, reply, sought, began)
 
     def _read(self, reply: wire.Wired[Any], sought: Sought, began: float) -> Fetched:
         message = reply.message

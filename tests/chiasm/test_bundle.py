@@ -133,6 +133,18 @@ async def test_a_small_reply_does_not_wait_behind_a_large_one_on_another_connect
     assert beside < alone / 3
 
 
+async def test_all_connections_can_be_made_before_they_are_used() -> None:
+    async with link_to_server() as (link, target):
+        bundle = Bundle(target, 3)
+        try:
+            bundle.connect()
+            async with asyncio.timeout(5):
+                while link.count < 3:
+                    await asyncio.sleep(0.01)
+        finally:
+            await bundle.close()
+
+
 async def test_each_connection_of_a_bundle_is_one_of_its_own_and_made_when_used() -> None:
     async with link_to_server() as (link, target):
         bundle = Bundle(target, 3)

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from chiasm.models.vision import VisionHalf
 from encoder_service.batcher import Batcher, Interest, Item, Load
 from encoder_service.metrics import EncoderMetrics
 from encoder_service.order import Line, Rate, key_of
+from encoder_service.settings import EncoderSettings
 from tests.encoder_service.calls import Service, picture, serving, settings_for, until_prepared
 from tests.encoder_service.gated_tower import GatedTower
 from tests.families.zoo import qwen2_vl
@@ -150,22 +153,26 @@ async def test_a_small_picture_passes_a_huge_one_before_the_tower_as_far_as_the_
     )
     tower = GatedTower(VisionHalf.load(many_sizes, model_id="tiny"))
     async with serving(settings, tower) as service:
-        with tower.held():
-            busy = asyncio.create_task(service.encode(picture(0, SMALL)))
-            assert await asyncio.to_thread(tower.waiting.wait, 10)
-            done: list[str] = []
-            calls = []
-            for name, size in (("huge", HUGE), ("small", SMALL)):
-                calls.append(asyncio.create_task(noted(service, name, size, done)))
-                await until_prepared(service, 1 + len(calls))
-            tower.release()
-            await asyncio.gather(busy, *calls)
-    assert done == order
+        assert await order_of_answers(service, tower) == order
 
 
-async def noted(service: Service, name: str, size: tuple[int, int], done: list[str]) -> None:
-    await service.encode(picture(len(name), size))
-    done.append(name)
+async def order_of_answers(service: Service, tower: GatedTower) -> list[str]:
+    """Of a huge picture and a small one that came after it, while the tower was busy."""
+    done: list[str] = []
+
+    async def ask(name: str, size: tuple[int, int]) -> None:
+        await service.encode(picture(1, size))
+        done.append(name)
+
+    with tower.held():
+        calls: list[asyncio.Task[Any]] = [asyncio.create_task(service.encode(picture(0, SMALL)))]
+        assert await asyncio.to_thread(tower.waiting.wait, 10)
+        for name, size in (("huge", HUGE), ("small", SMALL)):
+            calls.append(asyncio.create_task(ask(name, size)))
+            await until_prepared(service, len(calls))
+        tower.release()
+        await asyncio.gather(*calls)
+    return done
 
 
 async def test_small_pictures_of_a_batch_are_answered_before_its_huge_one(
@@ -175,59 +182,59 @@ async def test_small_pictures_of_a_batch_are_answered_before_its_huge_one(
     settings = settings_for(many_sizes, bit_exact=False, queue_stretch=0)
     async with serving(settings, tower) as service:
         before = service.figure("batch_images_count")
-        with tower.held():
-            busy = asyncio.create_task(service.encode(picture(0, SMALL)))
-            assert await asyncio.to_thread(tower.waiting.wait, 10)
-            done: list[str] = []
-            calls = []
-            for name, size in (("huge", HUGE), ("small", SMALL)):
-                calls.append(asyncio.create_task(noted(service, name, size, done)))
-                await until_prepared(service, 1 + len(calls))
-            tower.release()
-            await asyncio.gather(busy, *calls)
+        assert await order_of_answers(service, tower) == ["small", "huge"]
         assert service.figure("batch_images_count") - before == 2
-    assert done == ["small", "huge"]
 
 
 async def test_the_header_tells_the_patches_before_a_picture_is_decoded(many_sizes: Path) -> None:
     half = VisionHalf.load(many_sizes, model_id="tiny")
-    settings = settings_for(many_sizes).batcher
-    batcher = Batcher(half, DEFAULT_LIMITS, settings, EncoderMetrics(CollectorRegistry()))
-    async with batcher.running():
+    async with batching(half, settings_for(many_sizes)) as batcher:
         await (await submitted(batcher, SMALL)).result  # patches a row are learnt from one
         for size in (HUGE, SMALL):
             item = await submitted(batcher, size)
             estimated = batcher.load.patches
             await item.result
             assert estimated == item.patches > 0
-    assert batcher.load == Load()
+        assert batcher.load == Load()
 
 
-async def submitted(batcher: Batcher, size: tuple[int, int]) -> Item:
-    data, interest = memoryview(picture(sum(size), size)), Interest()
-    interest.join(None)
-    measure = await batcher.measure(data, DEFAULT_OPTIONS)
-    return batcher.submit(data, DEFAULT_OPTIONS, measure, "", interest)
-
-
-async def test_a_dear_file_is_decoded_after_cheap_ones_that_come_later(
-    checkpoint: Path, half: VisionHalf
+@pytest.mark.parametrize(("stretch", "order"), [(MUCH, ["small", "huge"]), (0, ["huge", "small"])])
+async def test_a_file_of_few_pixels_is_decoded_before_one_of_many_that_came_first(
+    checkpoint: Path, half: VisionHalf, stretch: float, order: list[str]
 ) -> None:
-    settings = settings_for(checkpoint, queue_stretch=MUCH, decode_workers=1).batcher
-    metrics = EncoderMetrics(CollectorRegistry())
-    batcher = Batcher(half, DEFAULT_LIMITS, settings, metrics)
-    async with batcher.running():
+    settings = settings_for(checkpoint, queue_stretch=stretch, decode_workers=1)
+    sizes = {"huge": HUGE, "small": SMALL}
+    files = [(name, memoryview(picture(3, size))) for name, size in sizes.items()]
+    async with batching(half, settings) as batcher:
         await (await submitted(batcher, SMALL)).result
+        measured = [await batcher.measure(data, DEFAULT_OPTIONS) for _, data in files]
         done: list[str] = []
-        held = await submitted(batcher, (1000, 1000))  # the one worker is busy with it
-        items = [held]
-        for name, size in (("huge", (1200, 1200)), ("small", (30, 20))):
-            item = await submitted(batcher, size)
+        results = []
+        # Without a pause, so that both wait when the one worker comes.
+        for (name, data), size in zip(files, measured, strict=True):
+            item = batcher.submit(data, DEFAULT_OPTIONS, size, "", wanted())
             item.result.add_done_callback(partial(_note, done, name))
-            items.append(item)
-        await asyncio.gather(*(item.result for item in items))
-    assert done == ["small", "huge"]
+            results.append(item.result)
+        await asyncio.gather(*results)
+    assert done == order
 
 
 def _note(done: list[str], name: str, _: object) -> None:
     done.append(name)
+
+
+def batching(half: VisionHalf, settings: EncoderSettings) -> AbstractAsyncContextManager[Batcher]:
+    metrics = EncoderMetrics(CollectorRegistry())
+    return Batcher(half, DEFAULT_LIMITS, settings.batcher, metrics).running()
+
+
+async def submitted(batcher: Batcher, size: tuple[int, int]) -> Item:
+    data = memoryview(picture(2, size))
+    measured = await batcher.measure(data, DEFAULT_OPTIONS)
+    return batcher.submit(data, DEFAULT_OPTIONS, measured, "", wanted())
+
+
+def wanted() -> Interest:
+    interest = Interest()
+    interest.join(None)
+    return interest

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from chiasm.models.vision import VisionHalf
 from chiasm.rpc.channel import open_channel
 from chiasm.v1 import encoder_service_pb2 as pb
 from encoder_service.app import EncoderService, running
-from tests.encoder_service.calls import Service, picture, serving, settings_for
+from tests.encoder_service.calls import Service, picture, serving, settings_for, until
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("", "chiasm.v1.EncoderService")
@@ -108,6 +109,54 @@ async def test_sigterm_ends_running_calls_and_then_the_process(slow_checkpoint: 
     assert len(calls_logged) == 4
     assert all(line["status"] == "OK" and line["request_id"] for line in calls_logged)
     assert "fault" not in {line["event"] for line in lines}
+
+
+@pytest.mark.system
+async def test_health_answers_within_a_second_while_the_tower_works_through_a_long_batch(
+    slow_checkpoint: Path,
+) -> None:
+    # All but the first in one forward: pictures of 1,024 patches, seconds of work.
+    flags = ("--no-bit-exact", "--max-batch-patches", "16384", "--drain-seconds", "0")
+    with process("--model", str(slow_checkpoint), "--port", "0", *flags) as child:
+        assert child.stdout is not None
+        ready = json.loads(await asyncio.to_thread(child.stdout.readline))
+        async with open_channel(f"127.0.0.1:{ready['port']}") as channel:
+            service = Service(ready["port"], channel, CollectorRegistry())
+            calls = [asyncio.create_task(service.encode(picture(seed))) for seed in range(9)]
+            longest, most_in_tower = 0.0, 0
+            while not all(call.done() for call in calls):
+                began = time.monotonic()
+                assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING
+                load = await service.load()
+                longest = max(longest, time.monotonic() - began)
+                most_in_tower = max(most_in_tower, load.in_flight_patch_count)
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*calls)
+    assert most_in_tower >= 4 * 1024
+    assert longest < 1
+
+
+@pytest.mark.system
+async def test_on_sigterm_health_says_so_first_and_calls_are_served_on(
+    checkpoint: Path,
+) -> None:
+    times = ("--drain-seconds", "1.5", "--grace-seconds", "10")
+    with process("--model", str(checkpoint), "--port", "0", *times) as child:
+        assert child.stdout is not None
+        ready = json.loads(await asyncio.to_thread(child.stdout.readline))
+        target = f"127.0.0.1:{ready['port']}"
+        # A plain channel: ours asks no server whose health says no.
+        async with grpc.aio.insecure_channel(target) as channel:
+            service = Service(ready["port"], channel, CollectorRegistry())
+            await service.encode(picture(1))
+            child.send_signal(signal.SIGTERM)
+            await until(lambda load: load.draining, service.load)
+            assert await health(channel, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert (await service.encode(picture(2))).message.embedding.row_count == 4
+            assert await asyncio.to_thread(child.wait, 10) == 0
+            with pytest.raises(ChiasmError) as refused:
+                await service.encode(picture(3))
+            assert refused.value.reason is Reason.NOT_READY
 
 
 @pytest.mark.system

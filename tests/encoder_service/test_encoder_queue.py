@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import PIL.Image
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,7 +24,7 @@ from chiasm.models.contract import (
     PixelOptions,
     Size,
 )
-from chiasm.models.vision import VisionHalf
+from chiasm.models.vision import PixelInputs, VisionHalf
 from chiasm.v1 import encoder_service_pb2 as pb
 from encoder_service.batcher import Batcher, Interest, Load
 from encoder_service.metrics import EncoderMetrics
@@ -111,6 +114,48 @@ async def test_work_past_its_deadline_is_never_computed(checkpoint: Path, half: 
         await service.encode(picture(2))
         assert tower.encoded_images == 2
         assert service.figure("dropped_total", stage="forward", cause="deadline") == 1
+
+
+@pytest.mark.parametrize("cause", ["cancelled", "deadline"])
+async def test_what_nobody_waits_for_any_more_is_not_even_decoded(
+    half: VisionHalf, cause: str
+) -> None:
+    registry = CollectorRegistry()
+    settings = settings_for(Path(), decode_workers=1, queue_stretch=0).batcher
+    batcher = Batcher(half, DEFAULT_LIMITS, settings, EncoderMetrics(registry))
+    async with batcher.running():
+        # Without a pause: all wait when the one worker comes.
+        kept, left = Interest(), Interest()
+        kept.join(None)
+        waiter = left.join(None if cause == "cancelled" else time.monotonic())
+        first, given_up, last = (
+            batcher.submit(memoryview(picture(seed)), DEFAULT_OPTIONS, SIZE, "", interest)
+            for seed, interest in enumerate((kept, left, kept))
+        )
+        if cause == "cancelled":
+            left.leave(waiter)
+        await asyncio.gather(first.result, last.result)
+        with pytest.raises(ChiasmError) as told:
+            given_up.result.result()
+    assert told.value.reason is (Reason.CANCELLED if cause == "cancelled" else Reason.DEADLINE)
+    assert given_up.preprocess_seconds == 0 < first.preprocess_seconds
+    labels = {"stage": "preprocess", "cause": cause}
+    assert registry.get_sample_value("chiasm_encoder_dropped_total", labels) == 1
+
+
+async def test_no_more_pictures_are_decoded_at_once_than_there_are_workers(
+    half: VisionHalf,
+) -> None:
+    counting = CountingTower(half)
+    settings = settings_for(Path(), decode_workers=3).batcher
+    batcher = Batcher(counting, DEFAULT_LIMITS, settings, EncoderMetrics(CollectorRegistry()))
+    async with batcher.running():
+        items = [
+            batcher.submit(memoryview(picture(seed)), DEFAULT_OPTIONS, SIZE, "", wanted())
+            for seed in range(12)
+        ]
+        await asyncio.gather(*(item.result for item in items))
+    assert counting.most_at_once == 3
 
 
 async def test_one_who_leaves_takes_nothing_from_the_others(
@@ -211,6 +256,27 @@ class NoWideRows(FixedRows):
     @property
     def forms(self) -> tuple[ImageForm, ...]:
         return ()
+
+
+class CountingTower:
+    """`half`, which counts how many pictures are prepared at a time, and takes its time for it."""
+
+    def __init__(self, half: VisionHalf) -> None:
+        self._half = half
+        self.contract = half.contract
+        self.encode = half.encode
+        self._lock = threading.Lock()
+        self._at_once = 0
+        self.most_at_once = 0
+
+    def preprocess(self, image: PIL.Image.Image, options: PixelOptions) -> PixelInputs:
+        with self._lock:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        time.sleep(0.05)
+        with self._lock:
+            self._at_once -= 1
+        return self._half.preprocess(image, options)
 
 
 def wanted() -> Interest:

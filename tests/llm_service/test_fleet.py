@@ -63,7 +63,7 @@ def half(checkpoint: Path) -> VisionHalf:
 @pytest.fixture(scope="module")
 def many() -> list[bytes]:
     rng = np.random.default_rng(11)
-    return [png(rng.integers(0, 256, (30, 40, 3))) for _ in range(12)]
+    return [png(rng.integers(0, 256, (30, 40, 3))) for _ in range(20)]
 
 
 class Fleet:
@@ -131,9 +131,10 @@ async def encode_all(fleet: Fleet, pictures: list[bytes]) -> None:
 async def test_pictures_spread_over_encoders_and_repeats_go_to_the_same(
     half: VisionHalf, many: list[bytes]
 ) -> None:
-    encoders = [ScriptedEncoder(half) for _ in range(3)]
+    # Ports are what is hashed, and differ from run to run: with two, hardly one is left out.
+    encoders = [ScriptedEncoder(half) for _ in range(2)]
     async with fleet_of(half, *encoders) as fleet:
-        await fleet.until("ready", "ready", "ready")
+        await fleet.until("ready", "ready")
         for _ in range(3):
             for picture in many:
                 fleet.check(picture, await fleet.encode(picture))

@@ -54,8 +54,10 @@ async def stopped(process: ServiceProcess) -> AsyncIterator[None]:
 
 async def in_hand(llm: ServiceProcess, count: int) -> None:
     """Waits until the LLM service has `count` calls, and so waits for the encoder itself."""
-    while figure(llm, "chiasm_rpc_active_calls") < count:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        # In a thread: the calls that are waited for are sent by this event loop.
+        while await asyncio.to_thread(figure, llm, "chiasm_rpc_active_calls") < count:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_hung_encoder_costs_the_deadline_and_no_more(own: Three) -> None:
