@@ -306,7 +306,7 @@ def test_a_closed_loop_counts_each_request_and_every_token(url: str) -> None:
 
 @pytest.mark.system
 def test_text_is_timed_with_and_without_a_burst(url: str) -> None:
-    mix = Mix(2, stream_tokens=80, bursts=2, burst_size=2, every=0.1, picture_tokens=3)
+    mix = Mix(2, stream_tokens=400, bursts=2, burst_size=2, every=0.1, picture_tokens=3)
     found = asyncio.run(burst(Server(url), "small", mix, "seed"))
     assert 0 < found.calm_gap_p50 <= found.calm_gap_p99
     assert found.burst_gaps > 0
