@@ -241,7 +241,9 @@ class Peers:
         """The encoder as an LLM service asks it, over so many connections."""
         most = self._unary_bytes if unary_bytes is None else unary_bytes
         settings = AskSettings(60, 60, connections, most)
-        return Encoder(self.target, CONTRACT, settings, lambda _: None, lambda: 60.0)
+        return Encoder(
+            self.target, CONTRACT, settings, lambda _: None, lambda: 60.0, lambda _: False
+        )
 
     async def chiasm(self, step: Step, at: int) -> Fetched:
         fetched = await self.encoder.ask(sought(step.rows))

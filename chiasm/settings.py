@@ -66,10 +66,14 @@ def shown(settings: Settings) -> dict[str, object]:
 
 
 def _fault(kind: type[Settings], fault: Mapping[str, Any]) -> str:
-    name = str(fault["loc"][0]) if fault["loc"] else "settings"
+    # What a validator of ours says has a prefix of pydantic's.
+    text = str(fault["msg"]).removeprefix("Value error, ")
+    if not fault["loc"]:  # about several settings, which it names itself
+        return text
+    name = str(fault["loc"][0])
     flag = "--" + name.replace("_", "-")
     variable = f"{kind.model_config.get('env_prefix', '')}{name}".upper()
-    return f"{flag} (or {variable}): {fault['msg']}"
+    return f"{flag} (or {variable}): {text}"
 
 
 def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, str]) -> None:

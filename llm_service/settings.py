@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from chiasm import colours
@@ -13,7 +13,7 @@ from chiasm.images import DEFAULT_LIMITS, ImageLimits
 from chiasm.rpc.server import ServerSettings
 from chiasm.settings import Colour, Settings
 from chiasm.telemetry import LogFormat, LogLevel
-from llm_service.vision.discovery import check_target
+from llm_service.vision.discovery import FORMS, check_target
 
 if TYPE_CHECKING:
     from llm_service.constraint.limits import ConstraintLimits
@@ -175,14 +175,21 @@ class LlmSettings(Settings):
     log_format: LogFormat = Field("console", description="console or json.")
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
 
+    @field_validator("encoders")
+    @classmethod
+    def _are_targets(cls, encoders: str) -> str:
+        for target in _parts(encoders):
+            check_target(target)
+        return encoders
+
     @model_validator(mode="after")
     def _agree(self) -> "LlmSettings":
         if self.step_token_budget < self.max_running:
             raise ValueError("step_token_budget must be at least max_running")
         if 0 < self.decode_stretch <= 1:
             raise ValueError("decode_stretch must be above 1, or 0 for no limit")
-        if self.vision == "remote":
-            _check_targets(self.encoder_targets)
+        if self.vision == "remote" and not self.encoder_targets:
+            raise ValueError(f"vision is remote, so encoders must name at least one {FORMS}")
         if self.reference_store is not None:
             _check_store(self.reference_store.get_secret_value())
         return self
@@ -193,7 +200,7 @@ class LlmSettings(Settings):
 
     @property
     def encoder_targets(self) -> tuple[str, ...]:
-        return tuple(part.strip() for part in self.encoders.split(",") if part.strip())
+        return _parts(self.encoders)
 
     @property
     def pool(self) -> "PoolSettings":
@@ -267,14 +274,8 @@ class LlmSettings(Settings):
         )
 
 
-def _check_targets(targets: tuple[str, ...]) -> None:
-    if not targets:
-        raise ValueError(
-            "vision is remote, so encoders must name at least one host:port, dns:///name:port or "
-            "file:///path"
-        )
-    for target in targets:
-        check_target(target)
+def _parts(listed: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in listed.split(",") if part.strip())
 
 
 def _check_store(url: str) -> None:

@@ -59,6 +59,7 @@ class ScriptedEncoder:
         self.seconds = 0.0
         self.model_id = half.identity.model_id
         self.probes_answered = True
+        self.probes_refused = False
         # Pictures asked for, and those whose caller left before the answer.
         self.asked: list[bytes] = []
         self.left = 0
@@ -105,6 +106,8 @@ class ScriptedEncoder:
         return wire.plain(pb.EncoderServiceGetLoadResponse())
 
     async def _probed(self) -> None:
+        if self.probes_refused:
+            raise ChiasmError(Reason.NOT_READY, "It is scripted to refuse probes.")
         if not self.probes_answered:
             await asyncio.Event().wait()
 

@@ -45,6 +45,9 @@ class Lie(Exception):
 class Silence(Exception):
     """The encoder did not answer within the time that an attempt has."""
 
+    def __str__(self) -> str:
+        return "no answer to a picture in the time that there is"
+
 
 def judge(error: Exception) -> Judgement:
     """What to make of a failed attempt.

@@ -62,6 +62,7 @@ class Encoder:
         settings: EncoderSettings,
         on_change: Callable[[Cause | None], None],
         probe_interval: Callable[[], float],
+        others_ready: Callable[["Encoder"], bool],
     ) -> None:
         self.address = address
         self.name = address
@@ -75,6 +76,9 @@ class Encoder:
         self._settings = settings
         self._on_change = on_change
         self._probe_interval = probe_interval
+        self._others_ready = others_ready
+        # time.monotonic() of the last sign of life.
+        self._heard_at = time.monotonic()
         self._bundle = Bundle(address, settings.connections)
         self._bundle.connect()
         self._calls: set[asyncio.Future[Any]] = set()
@@ -99,6 +103,7 @@ class Encoder:
             self.outstanding -= rows
             if not self.outstanding:
                 self._idle.set()
+        self._heard_at = time.monotonic()
         fetched = await self._read_aside(reply, sought, began)
         self.standing.answered(Answer(fetched.fetch_seconds, owed))
         return fetched
@@ -121,8 +126,7 @@ class Encoder:
         self._on_change(cause)
 
     async def retire(self) -> None:
-        """Ends the probes, lets calls end, then closes."""
-        self._watching.cancel()
+        """Lets calls end, then closes; probes go on till then: no call must wait for a hung one."""
         await self._idle.wait()
         await self.close()
 
@@ -198,18 +202,27 @@ class Encoder:
 
     def _probe_failed(self, error: ChiasmError) -> None:
         self.standing.probe_failed()
-        if error.reason is not Reason.DEADLINE:
+        if error.reason is Reason.DEADLINE:
+            self.eject(Cause.SILENT, "it answers no probe")
+        else:
             self.eject(Cause.UNREACHABLE, str(error))
-            return
-        self.eject(Cause.SILENT, "it answers no probe")
+            # An encoder that drains refuses probes and still answers what it was asked: without
+            # another it is waited for. One that hangs may look the same once a connection broke.
+            if not (self._is_silent() and self._others_ready(self)):
+                return
         for call in tuple(self._calls):
             call.cancel()
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._heard_at >= self._settings.silence_seconds
 
     async def _ask_quickly(self, method: Any, request: wire.Wired[Any]) -> wire.Wired[Any]:
         # Half of the time each: silence is two unanswered probes.
         limit = self._settings.silence_seconds / 2
         with self._bundle.lent(0) as channel:
-            return await method.call(channel, request, timeout=limit)  # type: ignore[no-any-return]
+            answer: wire.Wired[Any] = await method.call(channel, request, timeout=limit)
+        self._heard_at = time.monotonic()
+        return answer
 
     async def _given_up_if_silent(self, call: Awaitable[T]) -> T:
         running = asyncio.ensure_future(call)

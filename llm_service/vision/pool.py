@@ -220,7 +220,17 @@ class EncoderPool:
 
     def _open(self, address: str) -> Encoder:
         settings = self._settings.encoder
-        return Encoder(address, self._contract, settings, self._on_change, self._probe_interval)
+        return Encoder(
+            address,
+            self._contract,
+            settings,
+            self._on_change,
+            self._probe_interval,
+            self._others_ready,
+        )
+
+    def _others_ready(self, encoder: Encoder) -> bool:
+        return any(one.standing.ready for one in self._fleet if one is not encoder)
 
     def _probe_interval(self) -> float:
         return max(_LEAST_PROBE_SECONDS, len(self._encoders) / _PROBES_PER_SECOND)

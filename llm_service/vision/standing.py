@@ -99,8 +99,8 @@ class Standing:
         return self._failures >= _FAILURES and self.eject(Cause.FAILING, now)
 
     def eject(self, cause: Cause, now: float) -> bool:
-        """Asks it no more, for `cause`; returns whether it was asked until now."""
-        newly = self.ready
+        """Asks it no more, for `cause`; returns whether that is news."""
+        newly = self.ready or self.state == "unknown"
         # A term is served to its end, whatever else fails meanwhile.
         if not newly and now < self._free_at:
             return False

@@ -231,6 +231,64 @@ async def test_an_encoder_that_answers_no_probe_loses_its_pictures_to_another(
         await fleet.until("ready", "ready")
 
 
+async def test_a_hung_encoder_whose_connection_broke_loses_its_pictures_to_another(
+    half: VisionHalf, many: list[bytes]
+) -> None:
+    hung, honest = liar_first(half, "honest")
+    long = replace(SETTINGS, encoder=replace(SETTINGS.encoder, attempt_seconds=60))
+    async with fleet_of(half, hung, honest, settings=long) as fleet:
+        await fleet.until("ready", "ready")
+        hung.behaviour, hung.probes_refused = "silent", True
+        results = await asyncio.gather(*(fleet.encode(picture, 20) for picture in many))
+        for picture, fetched in zip(many, results, strict=True):
+            fleet.check(picture, fetched)
+        assert hung.left == len(hung.asked) > 0
+
+
+async def test_an_encoder_that_drains_is_waited_for_where_there_is_no_other(
+    half: VisionHalf, many: list[bytes]
+) -> None:
+    draining = ScriptedEncoder(half)
+    long = replace(SETTINGS, encoder=replace(SETTINGS.encoder, attempt_seconds=60))
+    async with fleet_of(half, draining, settings=long) as fleet:
+        await fleet.until("ready")
+        draining.seconds, draining.probes_refused = 3, True
+        work = asyncio.create_task(fleet.encode(many[0], 20))
+        await fleet.until("ejected")
+        fleet.check(many[0], await work)
+
+
+async def test_a_hung_encoder_taken_off_the_list_loses_its_pictures_to_another(
+    half: VisionHalf, many: list[bytes], tmp_path: Path
+) -> None:
+    hung, honest = liar_first(half, "honest")
+    listed = tmp_path / "encoders"
+    long = replace(SETTINGS, encoder=replace(SETTINGS.encoder, attempt_seconds=60))
+    async with (
+        hung.serving(),
+        honest.serving(),
+        fleet_of(half, targets=[f"file://{listed}"], settings=long) as fleet,
+    ):
+        listed.write_text(f"{hung.address}\n{honest.address}")
+        await fleet.until("ready", "ready")
+        hung.behaviour, hung.probes_answered = "silent", False
+        work = [asyncio.create_task(fleet.encode(picture, 20)) for picture in many]
+        await _until(lambda: hung.running > 0)
+        listed.write_text(honest.address)
+        for picture, fetched in zip(many, await asyncio.gather(*work), strict=True):
+            fleet.check(picture, fetched)
+        assert hung.left == len(hung.asked) > 0
+
+
+async def test_an_encoder_that_was_never_reached_is_named_in_the_log(half: VisionHalf) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with fleet_of(half, targets=["127.0.0.1:1"]) as fleet:
+            await fleet.until("ejected")
+            assert fleet.count("ejections", cause="unreachable") == 1
+    (told,) = (log for log in logs if log["event"] == "encoder ejected")
+    assert told["encoder"] == "127.0.0.1:1"
+
+
 async def test_an_encoder_that_dies_is_left_at_once_and_taken_back_when_it_returns(
     half: VisionHalf, many: list[bytes]
 ) -> None:
