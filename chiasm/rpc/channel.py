@@ -233,6 +233,12 @@ class LlmMethods:
     COUNT_TOKENS = Method[_L.CountTokensRequest, _L.CountTokensResponse](
         f"{_LLM}/CountTokens", _L.CountTokensResponse
     )
+    TOKENIZE = Method[_L.TokenizeRequest, _L.TokenizeResponse](
+        f"{_LLM}/Tokenize", _L.TokenizeResponse
+    )
+    DETOKENIZE = Method[_L.DetokenizeRequest, _L.DetokenizeResponse](
+        f"{_LLM}/Detokenize", _L.DetokenizeResponse
+    )
     GET_MODEL = Method[_L.LlmServiceGetModelRequest, _L.LlmServiceGetModelResponse](
         f"{_LLM}/GetModel", _L.LlmServiceGetModelResponse
     )

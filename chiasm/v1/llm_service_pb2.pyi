@@ -515,7 +515,9 @@ Global___ChoiceList: _TypeAlias = ChoiceList  # noqa: Y015
 
 @_typing.final
 class ToolOptions(_message.Message):
-    """Tools that the model may call."""
+    """Tools that the model may call. Only models whose chat template takes tools have any: see
+    `tool_format` of GetModel.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -528,7 +530,9 @@ class ToolOptions(_message.Message):
     """Allow more than one call in an answer. Default true."""
     @_builtins.property
     def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Each tool's definition as JSON text, in the form that chat templates take."""
+        """Each tool's definition as JSON text, in the form that chat templates take:
+        `{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`.
+        """
 
     def __init__(
         self,
@@ -553,6 +557,60 @@ class ToolOptions(_message.Message):
 Global___ToolOptions: _TypeAlias = ToolOptions  # noqa: Y015
 
 @_typing.final
+class TokenIds(_message.Message):
+    """Tokens by their ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class RawPrompt(_message.Message):
+    """A prompt as it is, without a chat template. Special tokens may be spelled in its text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text; the tokenizer's own first token, where it has one, comes before it."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Tokens; nothing is added. Placeholders of pictures are refused."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___RawPrompt: _TypeAlias = RawPrompt  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """A conversation to answer."""
 
@@ -567,6 +625,7 @@ class GenerateRequest(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served name of the model. Empty: the one that is loaded."""
     tenant: _builtins.str
@@ -579,7 +638,7 @@ class GenerateRequest(_message.Message):
     """Continue the last message, which must be the assistant's, instead of beginning a new one."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """The conversation, at least one message."""
+        """The conversation, at least one message; none beside a `prompt`."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
@@ -593,6 +652,10 @@ class GenerateRequest(_message.Message):
     def tools(self) -> Global___ToolOptions:
         """Tools. Absent: none."""
 
+    @_builtins.property
+    def prompt(self) -> Global___RawPrompt:
+        """A prompt in place of messages."""
+
     def __init__(
         self,
         *,
@@ -605,10 +668,11 @@ class GenerateRequest(_message.Message):
         tools: Global___ToolOptions | None = ...,
         chat_template_variables_json: _builtins.str | None = ...,
         continue_final_message: _builtins.bool | None = ...,
+        prompt: Global___RawPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat_template_variables_json", b"_chat_template_variables_json", "_continue_final_message", b"_continue_final_message", "chat_template_variables_json", b"chat_template_variables_json", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "sampling", b"sampling", "tools", b"tools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat_template_variables_json", b"_chat_template_variables_json", "_continue_final_message", b"_continue_final_message", "chat_template_variables_json", b"chat_template_variables_json", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "prompt", b"prompt", "sampling", b"sampling", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat_template_variables_json", b"_chat_template_variables_json", "_continue_final_message", b"_continue_final_message", "cache_salt", b"cache_salt", "chat_template_variables_json", b"chat_template_variables_json", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "sampling", b"sampling", "tenant", b"tenant", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat_template_variables_json", b"_chat_template_variables_json", "_continue_final_message", b"_continue_final_message", "cache_salt", b"cache_salt", "chat_template_variables_json", b"chat_template_variables_json", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "tenant", b"tenant", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chat_template_variables_json: _TypeAlias = _typing.Literal["chat_template_variables_json"]  # noqa: Y015
     _WhichOneofArgType__chat_template_variables_json: _TypeAlias = _typing.Literal["_chat_template_variables_json", b"_chat_template_variables_json"]  # noqa: Y015
@@ -658,6 +722,47 @@ class TokenLogprob(_message.Message):
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
+class ToolCallDelta(_message.Message):
+    """What one tool call gained since the last message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    call_index: _builtins.int
+    """Which call of the answer, from 0."""
+    id: _builtins.str
+    """The call's id and function: both in its first delta, absent in later ones."""
+    name: _builtins.str
+    """Name of the function."""
+    arguments_json: _builtins.str
+    """Further text of the arguments; all of a call's joined are JSON."""
+    def __init__(
+        self,
+        *,
+        call_index: _builtins.int = ...,
+        id: _builtins.str | None = ...,
+        name: _builtins.str | None = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_id", b"_id", "_name", b"_name", "id", b"id", "name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_id", b"_id", "_name", b"_name", "arguments_json", b"arguments_json", "call_index", b"call_index", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__id: _TypeAlias = _typing.Literal["id"]  # noqa: Y015
+    _WhichOneofArgType__id: _TypeAlias = _typing.Literal["_id", b"_id"]  # noqa: Y015
+    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
+    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__id) -> _WhichOneofReturnType__id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
+
+@_typing.final
 class Delta(_message.Message):
     """What one choice gained since the last message."""
 
@@ -667,6 +772,7 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """Which answer, from 0."""
     text: _builtins.str
@@ -679,6 +785,10 @@ class Delta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """One entry a token, if asked for."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Tool calls, whose text is not in `text`."""
+
     def __init__(
         self,
         *,
@@ -686,10 +796,11 @@ class Delta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -734,7 +845,7 @@ class FinishedChoice(_message.Message):
     """Why it ended."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Tool calls of the answer."""
+        """Tool calls of the answer, whole."""
 
     def __init__(
         self,
@@ -1174,6 +1285,153 @@ class CountTokensResponse(_message.Message):
 Global___CountTokensResponse: _TypeAlias = CountTokensResponse  # noqa: Y015
 
 @_typing.final
+class TokenizeRequest(_message.Message):
+    """A text or a conversation to tokenize."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Served name of the model. Empty: the one that is loaded."""
+    tenant: _builtins.str
+    """Owner of references and aliases. Empty: the shared tenant."""
+    prompt: _builtins.str
+    """A text in place of messages."""
+    add_special_tokens: _builtins.bool
+    """Of a prompt: with the tokenizer's own first token, where it has one. Default true."""
+    chat_template_variables_json: _builtins.str
+    """Extra variables of the chat template as a JSON object. Only names that the server allows."""
+    continue_final_message: _builtins.bool
+    """Continue the last message, which must be the assistant's, instead of beginning a new one."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """The conversation; none beside a `prompt`."""
+
+    @_builtins.property
+    def tools(self) -> Global___ToolOptions:
+        """Tools. Absent: none."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        messages: _abc.Iterable[Global___Message] | None = ...,
+        tenant: _builtins.str = ...,
+        tools: Global___ToolOptions | None = ...,
+        prompt: _builtins.str | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        chat_template_variables_json: _builtins.str | None = ...,
+        continue_final_message: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_chat_template_variables_json", b"_chat_template_variables_json", "_continue_final_message", b"_continue_final_message", "_prompt", b"_prompt", "add_special_tokens", b"add_special_tokens", "chat_template_variables_json", b"chat_template_variables_json", "continue_final_message", b"continue_final_message", "prompt", b"prompt", "tools", b"tools"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_chat_template_variables_json", b"_chat_template_variables_json", "_continue_final_message", b"_continue_final_message", "_prompt", b"_prompt", "add_special_tokens", b"add_special_tokens", "chat_template_variables_json", b"chat_template_variables_json", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "prompt", b"prompt", "tenant", b"tenant", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__chat_template_variables_json: _TypeAlias = _typing.Literal["chat_template_variables_json"]  # noqa: Y015
+    _WhichOneofArgType__chat_template_variables_json: _TypeAlias = _typing.Literal["_chat_template_variables_json", b"_chat_template_variables_json"]  # noqa: Y015
+    _WhichOneofReturnType__continue_final_message: _TypeAlias = _typing.Literal["continue_final_message"]  # noqa: Y015
+    _WhichOneofArgType__continue_final_message: _TypeAlias = _typing.Literal["_continue_final_message", b"_continue_final_message"]  # noqa: Y015
+    _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
+    _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template_variables_json) -> _WhichOneofReturnType__chat_template_variables_json | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__continue_final_message) -> _WhichOneofReturnType__continue_final_message | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt) -> _WhichOneofReturnType__prompt | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    """Tokens of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    context_length: _builtins.int
+    """The model's context length, prompt and answer together."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids, each picture's placeholders included."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        context_length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    """Tokens to be made text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Served name of the model. Empty: the one that is loaded."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids; one outside the vocabulary is REQUEST_INVALID."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    """The text of tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Special tokens are spelled."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
+
+@_typing.final
 class LlmServiceGetModelRequest(_message.Message):
     """Asks for the description of the model."""
 
@@ -1214,6 +1472,8 @@ class LlmServiceGetModelResponse(_message.Message):
     IMAGE_OPTIONS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     REFERENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Served name."""
     family: _builtins.str
@@ -1246,6 +1506,8 @@ class LlmServiceGetModelResponse(_message.Message):
     """How the decoder runs: `paged`, many requests in a step, or `stateful`, each alone."""
     reference_seconds: _builtins.int
     """Seconds for which references are held."""
+    tool_format: _builtins.str
+    """How the model writes tool calls, for instance `hermes`; empty where it has no tools."""
     @_builtins.property
     def encoder_identity(self) -> _image_pb2.EncoderIdentity:
         """Identity that an embedding must have, if it has one."""
@@ -1253,6 +1515,10 @@ class LlmServiceGetModelResponse(_message.Message):
     @_builtins.property
     def image_options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the options of a picture that change something in this family."""
+
+    @_builtins.property
+    def template_variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Variables of the chat template that a request may set."""
 
     def __init__(
         self,
@@ -1275,10 +1541,12 @@ class LlmServiceGetModelResponse(_message.Message):
         image_options: _abc.Iterable[_builtins.str] | None = ...,
         layers: _builtins.str = ...,
         reference_seconds: _builtins.int = ...,
+        tool_format: _builtins.str = ...,
+        template_variables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoder_identity", b"encoder_identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "encoder_identity", b"encoder_identity", "family", b"family", "family_title", b"family_title", "image_options", b"image_options", "layers", b"layers", "level_count", b"level_count", "max_image_bytes", b"max_image_bytes", "max_image_count", b"max_image_count", "max_image_pixels", b"max_image_pixels", "max_message_bytes", b"max_message_bytes", "model_id", b"model_id", "needs_grid_thw", b"needs_grid_thw", "needs_image_size", b"needs_image_size", "ready_unix_seconds", b"ready_unix_seconds", "reference_seconds", b"reference_seconds", "version", b"version", "vision_source", b"vision_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "encoder_identity", b"encoder_identity", "family", b"family", "family_title", b"family_title", "image_options", b"image_options", "layers", b"layers", "level_count", b"level_count", "max_image_bytes", b"max_image_bytes", "max_image_count", b"max_image_count", "max_image_pixels", b"max_image_pixels", "max_message_bytes", b"max_message_bytes", "model_id", b"model_id", "needs_grid_thw", b"needs_grid_thw", "needs_image_size", b"needs_image_size", "ready_unix_seconds", b"ready_unix_seconds", "reference_seconds", b"reference_seconds", "template_variables", b"template_variables", "tool_format", b"tool_format", "version", b"version", "vision_source", b"vision_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

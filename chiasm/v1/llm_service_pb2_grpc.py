@@ -55,6 +55,16 @@ class LlmServiceStub(object):
                 request_serializer=chiasm_dot_v1_dot_llm__service__pb2.CountTokensRequest.SerializeToString,
                 response_deserializer=chiasm_dot_v1_dot_llm__service__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/chiasm.v1.LlmService/Tokenize',
+                request_serializer=chiasm_dot_v1_dot_llm__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=chiasm_dot_v1_dot_llm__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/chiasm.v1.LlmService/Detokenize',
+                request_serializer=chiasm_dot_v1_dot_llm__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=chiasm_dot_v1_dot_llm__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/chiasm.v1.LlmService/GetModel',
                 request_serializer=chiasm_dot_v1_dot_llm__service__pb2.LlmServiceGetModelRequest.SerializeToString,
@@ -101,6 +111,20 @@ class LlmServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens of a text, or of a conversation after the chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Describes the loaded model and the limits of this server.
         """
@@ -137,6 +161,16 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.CountTokens,
                     request_deserializer=chiasm_dot_v1_dot_llm__service__pb2.CountTokensRequest.FromString,
                     response_serializer=chiasm_dot_v1_dot_llm__service__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=chiasm_dot_v1_dot_llm__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=chiasm_dot_v1_dot_llm__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=chiasm_dot_v1_dot_llm__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=chiasm_dot_v1_dot_llm__service__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -258,6 +292,60 @@ class LlmService(object):
             '/chiasm.v1.LlmService/CountTokens',
             chiasm_dot_v1_dot_llm__service__pb2.CountTokensRequest.SerializeToString,
             chiasm_dot_v1_dot_llm__service__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chiasm.v1.LlmService/Tokenize',
+            chiasm_dot_v1_dot_llm__service__pb2.TokenizeRequest.SerializeToString,
+            chiasm_dot_v1_dot_llm__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chiasm.v1.LlmService/Detokenize',
+            chiasm_dot_v1_dot_llm__service__pb2.DetokenizeRequest.SerializeToString,
+            chiasm_dot_v1_dot_llm__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class LlmServiceStub:
     """One vector for a picture: the mean of its feature rows, scaled to length 1."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.CountTokensRequest, _llm_service_pb2.CountTokensResponse]
     """Counts the tokens of a prompt without generating or encoding anything."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.TokenizeRequest, _llm_service_pb2.TokenizeResponse]
+    """The tokens of a text, or of a conversation after the chat template."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.DetokenizeRequest, _llm_service_pb2.DetokenizeResponse]
+    """The text of tokens."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.LlmServiceGetModelRequest, _llm_service_pb2.LlmServiceGetModelResponse]
     """Describes the loaded model and the limits of this server."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_llm_service_pb2.LlmServiceGetLoadRequest, _llm_service_pb2.LlmServiceGetLoadResponse]
@@ -67,6 +71,10 @@ class LlmServiceAsyncStub(LlmServiceStub):
     """One vector for a picture: the mean of its feature rows, scaled to length 1."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.CountTokensRequest, _llm_service_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt without generating or encoding anything."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.TokenizeRequest, _llm_service_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The tokens of a text, or of a conversation after the chat template."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.DetokenizeRequest, _llm_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of tokens."""
     GetModel: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.LlmServiceGetModelRequest, _llm_service_pb2.LlmServiceGetModelResponse]  # type: ignore[assignment]
     """Describes the loaded model and the limits of this server."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_llm_service_pb2.LlmServiceGetLoadRequest, _llm_service_pb2.LlmServiceGetLoadResponse]  # type: ignore[assignment]
@@ -110,6 +118,22 @@ class LlmServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_llm_service_pb2.CountTokensResponse, _abc.Awaitable[_llm_service_pb2.CountTokensResponse]]:
         """Counts the tokens of a prompt without generating or encoding anything."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _llm_service_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_service_pb2.TokenizeResponse, _abc.Awaitable[_llm_service_pb2.TokenizeResponse]]:
+        """The tokens of a text, or of a conversation after the chat template."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _llm_service_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_service_pb2.DetokenizeResponse, _abc.Awaitable[_llm_service_pb2.DetokenizeResponse]]:
+        """The text of tokens."""
 
     @_abc_1.abstractmethod
     def GetModel(
