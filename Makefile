@@ -7,11 +7,13 @@ TORCH ?= torch==2.13.0
 # A random model of 221 million parameters, built the first time that it is wanted.
 BENCH_MODEL ?= build/bench_model
 BIN := $(VENV)/bin
+# Environments of the clients that are tried: their packages stay out of our own.
+CLIENTS := build/clients
 STAMP := $(VENV)/.installed
 # One thread a matrix product: tests run many small models, and two cores are shared.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo up test unit chaos check format proto exactness train evaluate bench clean
+.PHONY: help demo up test unit chaos browser fuzz-http clients check format proto exactness train evaluate bench clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,10 +29,19 @@ test: unit ## Run all tests, with real servers on free ports.
 	$(TEST_ENV) $(BIN)/python -m pytest -m system
 
 unit: $(STAMP) ## Run the tests that need no whole system, two at a time.
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families and not chaos" -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families and not chaos and not browser" -n 2
 
 chaos: $(STAMP) ## Kill, stop and restart services under load; prints figures (several minutes).
 	$(TEST_ENV) $(BIN)/python -m pytest -m chaos
+
+browser: $(STAMP) ## Try the page in a headless Chromium (Debian: apt install chromium).
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser
+
+fuzz-http: $(STAMP) ## Send 10,000 requests made from the OpenAPI document (several minutes).
+	$(BIN)/python -m tests.http_fuzz
+
+clients: $(STAMP) $(CLIENTS)/.newest $(CLIENTS)/.older $(CLIENTS)/.node ## Try OpenAI's and others' clients against chiasm up.
+	$(TEST_ENV) $(BIN)/python -m tests.clients
 
 check: $(STAMP) ## Formatting, lint, types, import contracts, schema lint.
 	$(BIN)/ruff format --check .
@@ -74,3 +85,17 @@ $(STAMP): pyproject.toml hatch_build.py llm_service/engine/native/rows.c llm_ser
 	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $(STAMP)
 	@echo "== installed"
+
+$(CLIENTS)/.newest $(CLIENTS)/.older: $(CLIENTS)/.%: tests/clients/requirements/%.txt $(STAMP)
+	@echo "== clients in $(CLIENTS)/$*"
+	@$(BIN)/python -m venv --clear $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install -q -r $<
+	@touch $@
+
+# npm brings the Node that runs them, as the clients want a newer one than many machines have.
+$(CLIENTS)/.node: tests/clients/node/package.json tests/clients/node/package-lock.json
+	@command -v npm >/dev/null || { echo "make clients needs npm: on Debian, apt install nodejs npm"; exit 1; }
+	@echo "== clients in $(CLIENTS)/node"
+	@mkdir -p $(CLIENTS)/node && cp $^ $(CLIENTS)/node
+	@cd $(CLIENTS)/node && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@

@@ -6,7 +6,7 @@ Rules, the same for every container:
 - Only `FORMATS` are tried; everything else is refused by the name of what was found.
   Nothing here parses XML, runs PostScript, opens a file or a socket.
 - The declared size is compared with the limits before any buffer for pixels exists.
-- Orientation (EXIF, XMP, AVIF `irot`/`imir`) is applied; sizes are those after turning.
+- Orientation (EXIF, XMP, AVIF and HEIC `irot`/`imir`) is applied; sizes are those after turning.
 - Animations and multi-page files give the first picture (GIF, WebP, APNG, AVIF: frame 0 on its
   canvas; TIFF: page 0; MPO: the first JPEG; ICO: the largest entry). What frame 0 leaves bare is
   background.
@@ -32,6 +32,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, ImageFile
 
+from chiasm import heif_boxes
+from chiasm.errors import sentence
+
+try:
+    import pillow_heif
+except ImportError:  # of the extra "model": where pictures are decoded
+    pillow_heif = None  # type: ignore[assignment]
+
 Size: TypeAlias = tuple[int, int]
 ImageReason: TypeAlias = Literal["IMAGE_INVALID", "IMAGE_TOO_LARGE"]
 ImageCode: TypeAlias = Literal[
@@ -43,14 +51,25 @@ ImageCode: TypeAlias = Literal[
     "empty_image_file",
 ]
 
-FORMATS: Final = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "AVIF", "ICO")
+_HEIC: Final = () if pillow_heif is None else ("HEIC",)
+FORMATS: Final = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "AVIF", "ICO", *_HEIC)
 _ACCEPTED: Final = f"send one of {', '.join(FORMATS)}"
 
 PILLOW_MAX_PIXELS: Final = 89_478_485  # where Pillow starts to warn (Image.MAX_IMAGE_PIXELS)
 _ICON_MAX_PIXELS: Final = 1024 * 1024  # Pillow decodes an icon while opening it
 _JPEG_MAX_SCANS: Final = 100  # real progressive files have about 10; each scan costs a full pass
 
+# Pixels that may be decoded for a HEIC picture, in times of the limit: tiles overlap at the edges,
+# and alpha, depth and light have pictures of their own.
+_HEIC_MOST_WORK: Final = 4
+_HEIC_LEAST_PIXELS: Final = 1 << 20  # so that small limits leave room for what each part costs
+
 Image.init()  # imports the plugins; lazily, inside a request, this would race between threads
+if pillow_heif is not None:
+    # How many pictures are decoded at once is for our caller to say.
+    pillow_heif.register_heif_opener(
+        decode_threads=1, thumbnails=False, depth_images=False, aux_images=False
+    )
 # A bomb is refused by our own limits and damaged metadata is survivable: neither belongs on stderr,
 # where one client could also grow the warning registry without end.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -87,6 +106,7 @@ class ImageError(Exception):
     """A picture that is not served. `message` is safe for the wire: no decoder text, no bytes."""
 
     def __init__(self, reason: ImageReason, code: ImageCode, message: str) -> None:
+        message = sentence(message)
         super().__init__(reason, code, message)
         self.reason: Final[ImageReason] = reason
         self.code: Final[ImageCode] = code
@@ -207,7 +227,9 @@ def _sniff_iso_media(head: bytes) -> _Found:
     brands = {head[8:12], *(head[at : at + 4] for at in range(16, end, 4))}
     if brands & _AVIF_BRANDS:
         return _Found("AVIF", "AVIF")
-    return _Found("HEIC") if brands & _HEIC_BRANDS else _Found("MP4 or QuickTime video")
+    if brands & _HEIC_BRANDS:
+        return _Found("HEIC", "HEIF" if _HEIC else None)
+    return _Found("MP4 or QuickTime video")
 
 
 def _sniff_text(head: bytes) -> _Found:
@@ -293,6 +315,8 @@ def _admit(data: bytes | memoryview, limits: ImageLimits) -> tuple[bytes, _Found
 def _open(raw: bytes, found: _Found, limits: ImageLimits) -> ImageFile.ImageFile:
     for size in _sizes_allocated_on_open(raw, found):
         _check_size(size, limits)
+    if found.plugin == "HEIF":
+        raw = _heic_alone(raw, limits)
     opened = Image.open(BytesIO(raw), formats=[str(found.plugin)])
     _check_size(opened.size, limits)
     if found.plugin == "JPEG" and opened.info.get("progressive"):
@@ -303,8 +327,10 @@ def _open(raw: bytes, found: _Found, limits: ImageLimits) -> ImageFile.ImageFile
 
 
 def _sizes_allocated_on_open(raw: bytes, found: _Found) -> Iterator[Size]:
-    """Sizes for which Pillow fills a buffer while it opens a file, before we see them."""
-    if found.plugin == "GIF":
+    """Sizes for which Pillow fills a buffer, or gives up without a word, while it opens a file."""
+    if found.plugin == "PNG" and raw[12:16] == b"IHDR":
+        yield struct.unpack_from(">II", raw, 16)
+    elif found.plugin == "GIF":
         yield from _gif_sizes(raw)
     elif found.plugin == "WEBP":
         yield from _webp_sizes(raw)
@@ -359,6 +385,25 @@ def _ico_sizes(raw: bytes) -> Iterator[Size]:
             yield abs(width), abs(height) // 2
 
 
+def _heic_alone(raw: bytes, limits: ImageLimits) -> bytes:
+    """The file with its primary picture only, once all that it declares is within the limits."""
+    declared = heif_boxes.declared(raw)
+    if declared.codings != {b"hvc1"}:
+        raise _refusal(_Found("HEIF in another coding than HEVC"))
+    for width, height in declared.sizes:
+        _check_size((_unrounded(width), _unrounded(height)), limits)
+    most = _HEIC_MOST_WORK * max(limits.max_pixels, _HEIC_LEAST_PIXELS)
+    if declared.work > most:
+        text = f"the parts of the HEIC picture have {declared.work} pixels together"
+        raise _too_large(f"{text}; the limit is {most}; save it again as a JPEG")
+    return declared.alone
+
+
+def _unrounded(side: int) -> int:
+    """Coders round sides up to their blocks, of 64 pixels at most, and have the edge cut off."""
+    return min(side, max(1, side - 63))
+
+
 def _check_tile(tags: Any, limits: ImageLimits) -> None:
     """A small TIFF may declare one huge tile; 322 and 323 are TileWidth and TileLength."""
     _check_size((int(tags.get(322, 1)), int(tags.get(323, 1))), limits)
@@ -393,8 +438,10 @@ _TURNS: Final = {
 
 def _orientation(opened: ImageFile.ImageFile, raw: bytes) -> int:
     """EXIF value 1 to 8 that is still to be applied after loading; damaged metadata counts as 1."""
-    if opened.format == "TIFF":
-        return 1  # Pillow turns a TIFF while loading it
+    if opened.format in ("TIFF", "HEIF"):
+        return (
+            1  # turned while they are loaded, a HEIC by its boxes alone (ISO/IEC 23008-12, A.2.1)
+        )
     return _declared_orientation(opened, raw)
 
 
@@ -409,6 +456,8 @@ def _declared_orientation(opened: ImageFile.ImageFile, raw: bytes) -> int:
 
 
 def _swaps_sides(opened: ImageFile.ImageFile, raw: bytes) -> bool:
+    if opened.format == "HEIF":
+        return False
     value = _declared_orientation(opened, raw)
     if opened.format == "TIFF" and ExifTags.Base.Orientation in getattr(opened, "tag_v2", {}):
         return False  # the tag is in Pillow's size already; one that only XMP names is not

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Literal
 
 import structlog
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
+
+from chiasm.rpc.context import TRACE_PARENT, trace_of
 
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -68,10 +70,20 @@ def logger() -> structlog.typing.FilteringBoundLogger:
 
 
 @contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """Puts the request id on every line logged inside."""
-    with structlog.contextvars.bound_contextvars(request_id=request_id):
-        yield
+def request_context(request_id: str, trace_parent: str = "") -> Iterator[None]:
+    """Puts the request id on every line logged inside, and the id of its trace if it has one.
+
+    Calls made inside carry the trace on.
+    """
+    ids = {"request_id": request_id}
+    if trace_parent:
+        ids["trace_id"] = trace_of(trace_parent)
+    token = TRACE_PARENT.set(trace_parent)
+    try:
+        with structlog.contextvars.bound_contextvars(**ids):
+            yield
+    finally:
+        TRACE_PARENT.reset(token)
 
 
 def new_registry() -> CollectorRegistry:
@@ -81,6 +93,24 @@ def new_registry() -> CollectorRegistry:
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
+
+
+class ServedModel:
+    """Says which model a process serves, by one name and label in all of them, so that what they
+    count can be joined."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(
+            "chiasm_model_info",
+            "The model that is served, by the name that requests use; always 1.",
+            ["model"],
+            registry=registry,
+        )
+
+    def tell(self, model: str) -> None:
+        """`model`, and no other any more."""
+        self._gauge.clear()
+        self._gauge.labels(model).set(1)
 
 
 @contextmanager

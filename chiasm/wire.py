@@ -30,6 +30,7 @@ _TICKET = struct.Struct("<I")
 # Wire types of the protobuf encoding: https://protobuf.dev/programming-guides/encoding/
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+_SMALL = 1 << 16  # bytes
 
 
 class Buffers:
@@ -84,8 +85,11 @@ def parse(kind: type[M], received: Buffer) -> Wired[M]:
     Raises REQUEST_INVALID if the bytes are not a message of that kind.
     """
     buffers = Buffers()
+    descriptor = _descriptor(kind)
     try:
-        skeleton = _rewrite(memoryview(received), _descriptor(kind), buffers.put)
+        if not _plan(descriptor):
+            return Wired(kind.FromString(bytes(received)), buffers)
+        skeleton = _rewrite(memoryview(received), descriptor, buffers.put)
         return Wired(kind.FromString(b"".join(skeleton)), buffers)
     except (_Malformed, DecodeError):
         raise ChiasmError(
@@ -100,7 +104,18 @@ def serialize(wired: Wired[M]) -> bytes:
         return bytes(skeleton)
     get = wired.buffers.get
     kind = _descriptor(type(wired.message))
-    return b"".join(_rewrite(skeleton, kind, lambda view: get(bytes(view))))
+    pieces = _rewrite(skeleton, kind, lambda view: get(bytes(view)))
+    # `join` lets other threads go on while it copies objects of bytes, but not views of them.
+    return b"".join(map(_as_object, pieces))
+
+
+def _as_object(piece: Buffer) -> Buffer:
+    if not isinstance(piece, memoryview):
+        return piece
+    whole = piece.obj
+    if isinstance(whole, bytes) and len(whole) == len(piece):
+        return whole
+    return bytes(piece) if len(piece) < _SMALL else piece
 
 
 def _descriptor(kind: type[Message]) -> Descriptor:

@@ -47,6 +47,7 @@ class EncoderService:
     def __init__(self, settings: EncoderSettings, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._metrics = EncoderMetrics(registry)
+        telemetry.ServedModel(registry).tell(settings.served_name)
         self._servicer = EncoderServicer(
             settings.image_limits, self._metrics, lambda: self.server.draining
         )

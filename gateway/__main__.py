@@ -14,11 +14,19 @@ def main() -> int:
     with memory.lasting():
         import uvloop
 
+        from gateway.http.tls import TlsFileError
+        from gateway.keys.file import KeysFileError
         from gateway.server import run
 
     telemetry.logger().info("settings", **settings.shown(read))
     try:
         return uvloop.run(run(read))
+    except KeysFileError as fault:
+        print(f"error: --keys-file: {fault}", file=sys.stderr)
+        return 2
+    except TlsFileError as fault:
+        print(f"error: --tls-cert and --tls-key: {fault}", file=sys.stderr)
+        return 2
     except OSError as error:
         reason = error.strerror or "unknown"
         print(f"error: cannot listen on {read.host}:{read.port}: {reason}", file=sys.stderr)

@@ -1,7 +1,8 @@
 """The application: its routes and what they share."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,20 +14,33 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import chiasm
 from chiasm.errors import ChiasmError, Reason
 from chiasm.rpc.channel import open_channel
 from chiasm.telemetry import new_registry
 from chiasm.v1.llm_service_pb2 import VISION_SOURCE_NONE
 from gateway.chat import Chat
+from gateway.completions import Completions
+from gateway.fetch.lookup import SystemLookup
 from gateway.http.body import BodyBudget
+from gateway.http.cors import Cors
+from gateway.http.guarded import Guarded
 from gateway.http.observed import Observed, exchange_of
+from gateway.http.told import Told
 from gateway.image_embeddings import ImageEmbeddings
+from gateway.keys.ring import KeyRing
 from gateway.llm import Card, Llm
 from gateway.metrics import GatewayMetrics
 from gateway.openai.errors import plain_error
 from gateway.openai.translate import check_model
+from gateway.openai.url_pictures import url_pictures
+from gateway.openapi.route import OpenApi
+from gateway.page.page import page_routes
+from gateway.responses import Responses
 from gateway.settings import GatewaySettings
+from gateway.tokens import Tokens
 
+_CARD_OF_A_SCRAPE_SECONDS: Final = 0.25
 _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -43,8 +57,12 @@ class Gateway:
 
     llm: Llm
     chat: Chat
+    completions: Completions
+    responses: Responses
+    tokens: Tokens
     images: ImageEmbeddings
-    registry: CollectorRegistry
+    openapi: OpenApi
+    metrics: GatewayMetrics
     readiness: Readiness
 
 
@@ -53,25 +71,41 @@ def create_app(
     readiness: Readiness | None = None,
     registry: CollectorRegistry | None = None,
 ) -> Starlette:
-    """The gateway as an ASGI application. Its lifespan holds the channel to the LLM service."""
+    """The gateway as an ASGI application. Its lifespan holds the channel to the LLM service.
+
+    Raises KeysFileError.
+    """
     registry = new_registry() if registry is None else registry
     metrics = GatewayMetrics(registry)
+    keys = None if settings.keys_file is None else KeyRing(settings.keys_file)
+    routes = [*_ROUTES, *(page_routes() if settings.page else [])]
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
         channel = open_channel(settings.llm)
         llm, budget = Llm(channel), BodyBudget(settings.max_held_body_bytes)
         metrics.held_bytes.set_function(lambda: budget.held)
-        chat = Chat(settings, llm, metrics, budget)
-        images = ImageEmbeddings(settings, llm, budget, chat.card_of)
+        lookup = SystemLookup(settings.url_downloads)
+        urls = url_pictures(settings, budget, lookup, metrics)
+        chat = Chat(settings, llm, metrics, budget, urls)
+        images = ImageEmbeddings(settings, llm, budget, chat.card_of, urls)
+        responses = Responses(settings, metrics, budget, chat)
+        completions = Completions(settings, llm, metrics, budget, chat.card_of)
+        tokens = Tokens(settings, llm, budget, chat.card_of, urls)
+        openapi, ready = OpenApi(routes, settings), readiness or Readiness()
+        gateway = Gateway(
+            llm, chat, completions, responses, tokens, images, openapi, metrics, ready
+        )
         try:
-            yield {"gateway": Gateway(llm, chat, images, registry, readiness or Readiness())}
+            async with _following(keys):
+                yield {"gateway": gateway}
         finally:
+            lookup.close()
             await channel.close()
 
     app = Starlette(
-        routes=_ROUTES,
-        middleware=[Middleware(Observed, metrics, settings.max_active_requests)],
+        routes=routes,
+        middleware=_layers(settings, metrics, keys),
         exception_handlers={HTTPException: _say_http_error},
         lifespan=lifespan,
     )
@@ -80,8 +114,60 @@ def create_app(
     return app
 
 
+def _layers(
+    settings: GatewaySettings, metrics: GatewayMetrics, keys: KeyRing | None
+) -> list[Middleware]:
+    """Outermost first: see `gateway.http.observed`."""
+    cors = [Middleware(Cors, settings.origins)] if settings.origins else []
+    active = settings.max_active_requests
+    return [
+        Middleware(Observed, metrics, settings.max_json_depth),
+        *cors,
+        Middleware(Told, settings.body_timeout_seconds),
+        Middleware(Guarded, keys, settings.open_paths, active),
+    ]
+
+
+@asynccontextmanager
+async def _following(keys: KeyRing | None) -> AsyncIterator[None]:
+    """Keeps the keys as their file has them while open."""
+    if keys is None:
+        yield
+        return
+    following = asyncio.create_task(keys.follow())
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
 async def _chat_completions(request: Request) -> Response:
     return await _gateway(request).chat.answer(request)
+
+
+async def _responses(request: Request) -> Response:
+    return await _gateway(request).responses.answer(request)
+
+
+async def _completions(request: Request) -> Response:
+    return await _gateway(request).completions.answer(request)
+
+
+async def _tokenize(request: Request) -> Response:
+    return await _gateway(request).tokens.tokenize(request)
+
+
+async def _detokenize(request: Request) -> Response:
+    return await _gateway(request).tokens.detokenize(request)
+
+
+async def _openapi(request: Request) -> Response:
+    return await _gateway(request).openapi.answer()
+
+
+async def _version(_: Request) -> Response:
+    return JSONResponse({"version": chiasm.__version__})
 
 
 async def _image_embeddings(request: Request) -> Response:
@@ -117,12 +203,26 @@ async def _ready(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    body = generate_latest(_gateway(request).registry)
+    gateway = _gateway(request)
+    if gateway.llm.known is None:
+        # Nobody has asked yet; a scrape does not wait for a service that is not there.
+        with suppress(ChiasmError, TimeoutError):
+            async with asyncio.timeout(_CARD_OF_A_SCRAPE_SECONDS):
+                await _card(request)
+    if gateway.llm.known is not None:
+        gateway.metrics.model.tell(gateway.llm.known.model_id)
+    body = generate_latest(gateway.metrics.registry)
     return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 _ROUTES: Final = [
     Route("/v1/chat/completions", _chat_completions, methods=["POST"]),
+    Route("/v1/responses", _responses, methods=["POST"]),
+    Route("/v1/completions", _completions, methods=["POST"]),
+    Route("/tokenize", _tokenize, methods=["POST"]),
+    Route("/detokenize", _detokenize, methods=["POST"]),
+    Route("/version", _version, methods=["GET"]),
+    Route("/openapi.json", _openapi, methods=["GET"]),
     Route("/v1/image_embeddings", _image_embeddings, methods=["POST"]),
     Route("/v1/embeddings", _embeddings, methods=["POST"]),
     Route("/v1/models", _models, methods=["GET"]),
@@ -148,6 +248,7 @@ def _model_of(card: Card) -> dict[str, Any]:
         "object": "model",
         "created": card.ready_unix_seconds,
         "owned_by": "chiasm",
+        "max_model_len": card.context_length,
         "chiasm": _takes(card),
     }
 

@@ -13,12 +13,14 @@ from chiasm.v1 import llm_service_pb2
 from gateway.http.body import BodyBudget, read_body, unless_gone
 from gateway.http.events import DONE, EventStream, event
 from gateway.http.observed import Exchange, exchange_of
+from gateway.http.timing import server_timing
 from gateway.llm import Answers, Card, Llm
 from gateway.metrics import GatewayMetrics
-from gateway.openai.answer import Chunks, Form, Head, Json, Whole
+from gateway.openai.answer import Chunks, Form, Head, Json, Whole, stages_of
 from gateway.openai.errors import error_body
 from gateway.openai.parse import Parsed, parse_body
 from gateway.openai.translate import Places, check_model, translate
+from gateway.openai.url_pictures import UrlPictures
 from gateway.settings import GatewaySettings
 
 # A model that the card does not name may have been loaded since: look again, not at every try.
@@ -41,20 +43,29 @@ class Chat:
     """Answers conversations with one LLM service."""
 
     def __init__(
-        self, settings: GatewaySettings, llm: Llm, metrics: GatewayMetrics, budget: BodyBudget
+        self,
+        settings: GatewaySettings,
+        llm: Llm,
+        metrics: GatewayMetrics,
+        budget: BodyBudget,
+        urls: UrlPictures,
     ) -> None:
         self._settings = settings
         self._llm = llm
         self._metrics = metrics
         self._budget = budget
+        self._urls = urls
 
     async def answer(self, request: Request) -> Response:
         """The answer, or a stream of it once the LLM service has accepted the request."""
         exchange = exchange_of(request.scope)
         accepted = await self._accepted(request, exchange)
         if accepted.stream:
-            return EventStream(_events(accepted, exchange))
-        return JSONResponse(await unless_gone(request.receive, _gather(accepted, exchange)))
+            waited = server_timing({"accept": (time.monotonic() - exchange.began) * 1000})
+            seconds = self._settings.keep_alive_seconds
+            return EventStream(_events(accepted, exchange), waited, keep_alive_seconds=seconds)
+        body = await unless_gone(request.receive, _gather(accepted, exchange))
+        return JSONResponse(body, headers=server_timing(stages_of(body)))
 
     async def _accepted(self, request: Request, exchange: Exchange) -> Accepted:
         # The request's text and pictures end with this call: an answer may take minutes.
@@ -65,23 +76,28 @@ class Chat:
             del body
             chat = parsed.chat
             exchange.notes["stream"] = chat.stream
-            answers, places = await unless_gone(request.receive, self._ask(parsed, exchange))
+            answers, places = await unless_gone(request.receive, self.ask(parsed, exchange))
         options = chat.stream_options
         usage = options is not None and options.include_usage
         form = Form(chat.n or 1, logprobs=bool(chat.logprobs))
         return Accepted(answers, places, Head(chat.model), chat.stream, usage, form)
 
-    async def _ask(self, parsed: Parsed, exchange: Exchange) -> tuple[Answers, Places]:
+    async def ask(self, parsed: Parsed, exchange: Exchange) -> tuple[Answers, Places]:
+        """The answers to a request that the LLM service has accepted. Raises ChiasmError."""
         card = await self.card_of(parsed.chat.model, exchange.request_id)
-        asked = await translate(parsed, card, self._settings.pictures)
-        try:
-            answers = await self._llm.generate(
-                asked.wired,
-                request_id=exchange.request_id,
-                seconds=self._seconds_left(exchange),
-            )
-        except ChiasmError as error:
-            raise _told(error, asked.places) from error
+        with self._urls.room() as room:
+            parsed = await self._urls.fetched(parsed, card, room)
+            asked = await translate(parsed, card, self._settings.pictures)
+            exchange.expect(asked.wired.message)
+            try:
+                answers = await self._llm.generate(
+                    asked.wired,
+                    request_id=exchange.request_id,
+                    tenant=exchange.tenant,
+                    seconds=self._seconds_left(exchange),
+                )
+            except ChiasmError as error:
+                raise told_error(error, asked.places) from error
         return answers, asked.places
 
     async def card_of(self, model: str, request_id: str) -> Card:
@@ -101,10 +117,10 @@ async def _gather(accepted: Accepted, exchange: Exchange) -> Json:
     whole = Whole(accepted.head, accepted.form)
     try:
         async for response in accepted.answers:
-            _note(response.message, exchange)
+            note(response.message, exchange)
             whole.take(response.message)
     except ChiasmError as error:
-        raise _told(error, accepted.places) from error
+        raise told_error(error, accepted.places) from error
     finally:
         accepted.answers.cancel()
     return whole.body()
@@ -112,36 +128,39 @@ async def _gather(accepted: Accepted, exchange: Exchange) -> Json:
 
 async def _events(accepted: Accepted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
     chunks = Chunks(accepted.head, accepted.form, include_usage=accepted.include_usage)
+    ending = b""
     try:
-        for chunk in chunks.opening():
-            yield event(chunk)
+        yield chunks.opening()
         async for response in accepted.answers:
-            _note(response.message, exchange)
-            for chunk in chunks.take(response.message):
-                yield event(chunk)
+            note(response.message, exchange)
+            ending = chunks.take(response.message)
+            if ending and response.message.HasField("delta"):
+                yield ending
         chunks.check_ended()
     except ChiasmError as error:
-        told = _told(error, accepted.places)
+        told = told_error(error, accepted.places)
         exchange.tell(told)
-        yield event(error_body(told))
+        ending = event(error_body(told))
     except Exception:
         telemetry.logger().exception("fault", route=exchange.route)
         fault = ChiasmError(Reason.INTERNAL, INTERNAL_TEXT)
         exchange.tell(fault)
-        yield event(error_body(fault))
+        ending = event(error_body(fault))
     finally:
         accepted.answers.cancel()
-    yield DONE
+    yield ending + DONE
 
 
-def _told(error: ChiasmError, places: Places) -> ChiasmError:
+def told_error(error: ChiasmError, places: Places) -> ChiasmError:
+    """`error` of the LLM service with its field as a path of the JSON."""
     told = places.told(error)
     if "http_status" in told.metadata:
         telemetry.logger().error("deployment is wrong", detail=str(error))
     return told
 
 
-def _note(response: llm_service_pb2.GenerateResponse, exchange: Exchange) -> None:
+def note(response: llm_service_pb2.GenerateResponse, exchange: Exchange) -> None:
+    """Writes the first token's time and the counts of tokens for the log line and the metrics."""
     if response.HasField("delta") and not exchange.first_token_at:
         exchange.first_token_at = time.monotonic()
     if response.HasField("finished"):

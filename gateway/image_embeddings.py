@@ -28,6 +28,7 @@ from gateway.openai import paths
 from gateway.openai.embeds import check_shape, decoded, fault, split
 from gateway.openai.errors import invalid
 from gateway.openai.schema import Body, Text
+from gateway.openai.url_pictures import UrlPictures
 from gateway.picture_items import Asked, Item, Pictures, as_parts, read_pictures
 from gateway.safetensors import (
     MEDIA_TYPE,
@@ -78,12 +79,18 @@ class ImageEmbeddings:
     """Answers both routes with one LLM service."""
 
     def __init__(
-        self, settings: GatewaySettings, llm: Llm, budget: BodyBudget, card_of: CardOf
+        self,
+        settings: GatewaySettings,
+        llm: Llm,
+        budget: BodyBudget,
+        card_of: CardOf,
+        urls: UrlPictures,
     ) -> None:
         self._settings = settings
         self._llm = llm
         self._budget = budget
         self._card_of = card_of
+        self._urls = urls
 
     async def hold(self, request: Request) -> Response:
         """`POST /v1/image_embeddings`."""
@@ -91,7 +98,8 @@ class ImageEmbeddings:
         binary = MEDIA_TYPE in request.headers.get("accept", "").lower()
         uploaded = request.headers.get("content-type", "").lower().startswith(MEDIA_TYPE)
         with self._budget.lease() as lease:
-            body = await read_body(request, self._settings.max_body_bytes, lease)
+            limit = self._settings.max_body_bytes
+            body = await read_body(request, limit, lease, json=not uploaded)
             if uploaded:
                 model = request.query_params.get("model", "")
                 work = self._hold_upload(body, model, binary, exchange)
@@ -112,8 +120,9 @@ class ImageEmbeddings:
         fields = _validated(HoldRequest, pictures)
         wanted = Wanted(binary, fields.encoding_format == "base64", fields.dtype)
         card = await self._card(fields.model, exchange)
-        asked = await as_parts(pictures, card, self._settings.pictures)
-        return await self._held(asked, wanted, card.model_id, exchange)
+        with self._urls.room() as room:
+            asked = await as_parts(pictures, card, self._urls, room)
+            return await self._held(asked, wanted, card.model_id, exchange)
 
     async def _hold_upload(
         self, body: bytearray, model: str, binary: bool, exchange: Exchange
@@ -145,6 +154,9 @@ class ImageEmbeddings:
 
         replies = await _all([_told(one, ask) for one in asked])
         exchange.notes["images"] = len(replies)
+        exchange.notes["prompt_tokens"] = sum(
+            reply.message.path.placeholder_count for reply in replies
+        )
         size = sum(reply.buffers.byte_count for reply in replies)
         return await decoded(size, lambda: _answer(replies, wanted, model))
 
@@ -156,16 +168,18 @@ class ImageEmbeddings:
         if fields.dimensions not in {None, width}:
             text = f"The vectors of this model have {width} dimensions; leave the field out."
             raise ChiasmError(Reason.UNSUPPORTED, text, "dimensions")
-        asked = await as_parts(pictures, card, self._settings.pictures)
 
         async def ask(one: Asked) -> llm_service_pb2.PoolImageResponse:
             message = _S.PoolImageRequest(model=card.model_id, part=one.part)
             how = self._how(exchange)
             return (await self._llm.pool(wire.Wired(message, one.buffers), **how)).message
 
-        replies = await _all([_told(one, ask) for one in asked])
+        with self._urls.room() as room:
+            asked = await as_parts(pictures, card, self._urls, room)
+            replies = await _all([_told(one, ask) for one in asked])
         exchange.notes["images"] = len(replies)
         tokens = sum(reply.path.placeholder_count for reply in replies)
+        exchange.notes["prompt_tokens"] = tokens
         return {
             "object": "list",
             "model": card.model_id,
@@ -184,7 +198,7 @@ class ImageEmbeddings:
     def _how(self, exchange: Exchange) -> dict[str, Any]:
         spent = time.monotonic() - exchange.began
         left = max(self._settings.request_timeout_seconds - spent, 0.001)
-        return {"request_id": exchange.request_id, "seconds": left}
+        return {"request_id": exchange.request_id, "tenant": exchange.tenant, "seconds": left}
 
 
 def _answer(

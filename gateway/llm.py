@@ -1,5 +1,6 @@
 """The LLM service as the gateway sees it: what it serves, whether it is ready, and its answers."""
 
+import asyncio
 import time
 from typing import Final
 
@@ -18,13 +19,18 @@ Answers = OpenStream[llm_service_pb2.GenerateResponse]
 CARD_SECONDS: Final = 5.0
 _CARD_TIMEOUT_SECONDS: Final = 5.0
 _HEALTH_TIMEOUT_SECONDS: Final = 2.0
+_LARGE_BYTES: Final = 1 << 20
 
 
 class Llm:
-    """Calls one LLM service, or the replicas behind one name, over `channel`."""
+    """Calls one LLM service, or the replicas behind one name, over `channel`.
+
+    Each call is for a tenant, and its request is marked as that tenant's here: no route can forget.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
+        self._large = asyncio.Lock()
         self._card: Card | None = None
         self._read_at = 0.0
 
@@ -40,14 +46,21 @@ class Llm:
             self._card, self._read_at = answer.message, time.monotonic()
         return self._card
 
+    @property
+    def known(self) -> Card | None:
+        """What was served when it was last read."""
+        return self._card
+
     async def hold(
         self,
         request: wire.Wired[llm_service_pb2.HoldEmbeddingRequest],
         *,
         request_id: str,
+        tenant: str,
         seconds: float,
     ) -> wire.Wired[llm_service_pb2.HoldEmbeddingResponse]:
         """Has the service hold a picture's features. Raises ChiasmError."""
+        request.message.tenant = tenant
         metadata = ((limits.REQUEST_ID, request_id),)
         method = LlmMethods.HOLD_EMBEDDING
         return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
@@ -57,11 +70,39 @@ class Llm:
         request: wire.Wired[llm_service_pb2.PoolImageRequest],
         *,
         request_id: str,
+        tenant: str,
         seconds: float,
     ) -> wire.Wired[llm_service_pb2.PoolImageResponse]:
         """One vector of a picture. Raises ChiasmError."""
+        request.message.tenant = tenant
         metadata = ((limits.REQUEST_ID, request_id),)
         method = LlmMethods.POOL_IMAGE
+        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+
+    async def tokenize(
+        self,
+        request: wire.Wired[llm_service_pb2.TokenizeRequest],
+        *,
+        request_id: str,
+        tenant: str,
+        seconds: float,
+    ) -> wire.Wired[llm_service_pb2.TokenizeResponse]:
+        """The tokens of a text or a conversation. Raises ChiasmError."""
+        request.message.tenant = tenant
+        metadata = ((limits.REQUEST_ID, request_id),)
+        method = LlmMethods.TOKENIZE
+        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+
+    async def detokenize(
+        self,
+        request: wire.Wired[llm_service_pb2.DetokenizeRequest],
+        *,
+        request_id: str,
+        seconds: float,
+    ) -> wire.Wired[llm_service_pb2.DetokenizeResponse]:
+        """The text of tokens. Raises ChiasmError."""
+        metadata = ((limits.REQUEST_ID, request_id),)
+        method = LlmMethods.DETOKENIZE
         return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
 
     async def is_serving(self) -> bool:
@@ -83,6 +124,7 @@ class Llm:
         request: wire.Wired[llm_service_pb2.GenerateRequest],
         *,
         request_id: str,
+        tenant: str,
         seconds: float,
     ) -> Answers:
         """The answers to `request`, once the service has accepted it.
@@ -90,8 +132,12 @@ class Llm:
         Raises ChiasmError if it does not. The caller cancels what it is given; leaving before that
         cancels the call.
         """
+        request.message.tenant = tenant
         answers = LlmMethods.GENERATE.open_stream(
-            self._channel, request, timeout=seconds, metadata=((limits.REQUEST_ID, request_id),)
+            self._channel,
+            await self._serialized(request),
+            timeout=seconds,
+            metadata=((limits.REQUEST_ID, request_id),),
         )
         try:
             await answers.accepted()
@@ -99,3 +145,13 @@ class Llm:
             answers.cancel()
             raise
         return answers
+
+    async def _serialized(self, request: wire.Wired[llm_service_pb2.GenerateRequest]) -> bytes:
+        """The bytes of a request. Many large ones become ready one by one.
+
+        gRPC copies them on the event loop, which then turns between two of them.
+        """
+        if request.buffers.byte_count < _LARGE_BYTES:
+            return wire.serialize(request)
+        async with self._large:
+            return await asyncio.to_thread(wire.serialize, request)

@@ -10,6 +10,12 @@ _BODY_BUCKETS: Final = tuple(4**power for power in range(5, 15))  # 1 KiB to 256
 _ROUTES: Final = frozenset(
     {
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/completions",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/openapi.json",
         "/v1/image_embeddings",
         "/v1/embeddings",
         "/v1/models",
@@ -25,6 +31,7 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.model = telemetry.ServedModel(registry)
         self.requests = Counter(
             "chiasm_gateway_requests",
             "Requests ended, by route, HTTP status and reason of failure.",
@@ -50,6 +57,17 @@ class GatewayMetrics:
             buckets=_BODY_BUCKETS,
             registry=registry,
         )
+        self.downloads = Counter(
+            "chiasm_gateway_picture_downloads",
+            "Pictures fetched by URL, by how that ended: ok, or the reason of failure.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.active_downloads = Gauge(
+            "chiasm_gateway_active_picture_downloads",
+            "Pictures that are being fetched or wait for it.",
+            registry=registry,
+        )
         self.active = Gauge(
             "chiasm_gateway_active_requests", "Requests in hand.", registry=registry
         )
@@ -64,4 +82,6 @@ def route_of(path: str) -> str:
     """The label of a path: a small fixed set, whatever is asked for."""
     if path in _ROUTES:
         return path
+    if path == "/" or path.startswith("/page/"):
+        return "page"
     return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

@@ -16,11 +16,14 @@ from chiasm.v1 import llm_service_pb2
 from gateway.llm import Card
 from gateway.openai.errors import invalid
 from gateway.openai.parse import Parsed, checked, read_json
+from gateway.openai.parts import too_many_bytes
 from gateway.openai.pulled import Data, all_placed, pull
 from gateway.openai.translate import Places, translate
+from gateway.openai.url_pictures import Room, UrlPictures, all_of
 from gateway.settings import PictureLimits
 
 _IN_CHAT: Final = "messages[0].content[0]"
+_URL_IN_CHAT: Final = f"{_IN_CHAT}.image_url.url"
 _IN_LLM: Final = "messages[0].parts[0]"
 _URLS: Final = ("data:", "http://", "https://")
 _BOUNDS: Final = "mm_processor_kwargs"
@@ -62,6 +65,11 @@ class Asked:
     buffers: wire.Buffers
     places: Places | None = None
 
+    @property
+    def picture_bytes(self) -> int:
+        """Of a raw picture's file; 0 for an embedding."""
+        return self.buffers.byte_count if self.part.HasField("image") else 0
+
     def told(self, error: ChiasmError) -> ChiasmError:
         """The LLM service's error with the request's own path."""
         if error.field is not None and error.field.startswith("part"):
@@ -94,24 +102,55 @@ async def read_pictures(body: bytearray, *, messages: bool) -> Pictures:
     return Pictures(fields, list(_items(fields, messages)), {})
 
 
-async def as_parts(pictures: Pictures, card: Card, limits: PictureLimits) -> list[Asked]:
-    """What the LLM service is asked about each picture. Raises ChiasmError with the path."""
+async def as_parts(pictures: Pictures, card: Card, urls: UrlPictures, room: Room) -> list[Asked]:
+    """What the LLM service is asked about each picture. Raises ChiasmError with the path.
+
+    What is fetched by URL is held in `room`.
+    """
+    limits = urls.limits
     most = min(limits.max_images, card.max_image_count)
     if len(pictures.items) > most:
         text = f"The request has {len(pictures.items)} pictures; the limit is {most}."
         raise ChiasmError(Reason.TOO_MANY_IMAGES, text, "input")
     bounds = pictures.fields.get(_BOUNDS)
-    return [await _asked(item, pictures.data, bounds, card, limits) for item in pictures.items]
+    chats = [_chat(item, pictures.data, bounds, card) for item in pictures.items]
+    fetching = [
+        _fetched(item, chat, card, urls, room)
+        for item, chat in zip(pictures.items, chats, strict=True)
+    ]
+    chats = await all_of(fetching)
+    asked: list[Asked] = []
+    size = 0
+    for item, chat in zip(pictures.items, chats, strict=True):
+        asked.append(await _asked(item, chat, card, limits))
+        size += asked[-1].picture_bytes
+        if size > limits.max_request_image_bytes:
+            raise item.told(too_many_bytes(limits.max_request_image_bytes, _URL_IN_CHAT))
+    return asked
 
 
-async def _asked(item: Item, data: Data, bounds: Any, card: Card, limits: PictureLimits) -> Asked:
+def _chat(item: Item, data: Data, bounds: Any, card: Card) -> Parsed:
     value = {
         "model": card.model_id,
         "messages": [{"role": "user", "content": [item.part]}],
         _BOUNDS: bounds,
     }
     try:
-        asked = await translate(Parsed(checked(value), data), card, limits)
+        return Parsed(checked(value), data)
+    except ChiasmError as error:
+        raise item.told(error) from None
+
+
+async def _fetched(item: Item, chat: Parsed, card: Card, urls: UrlPictures, room: Room) -> Parsed:
+    try:
+        return await urls.fetched(chat, card, room)
+    except ChiasmError as error:
+        raise item.told(error) from error.__cause__
+
+
+async def _asked(item: Item, chat: Parsed, card: Card, limits: PictureLimits) -> Asked:
+    try:
+        asked = await translate(chat, card, limits)
     except ChiasmError as error:
         raise item.told(error) from None
     (message,) = asked.wired.message.messages

@@ -94,6 +94,7 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     model = await asyncio.to_thread(_load_language, settings)
     with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
         metrics = LlmMetrics(registry)
+        telemetry.ServedModel(registry).tell(settings.served_name)
         vision = await _open_vision(settings, model, workers, metrics, registry)
         holding = _open_holding(settings, model, workers, registry)
         constraints = Compiler(_vocabulary(model), settings.constraints)

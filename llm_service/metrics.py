@@ -69,7 +69,7 @@ class EngineCollector(Collector):
             ("running_sequences", "Sequences that generate.", now.running),
             ("waiting_sequences", "Sequences that wait for the engine.", now.waiting),
             ("kv_blocks_used", "KV blocks in use.", now.blocks_used),
-            ("kv_blocks_total", "KV blocks in all.", now.blocks_total),
+            ("kv_blocks", "KV blocks in all.", now.blocks_total),
             ("kv_blocks_cached", "KV blocks in no use that can be found again.", now.blocks_cached),
         ):
             yield GaugeMetricFamily(f"chiasm_llm_{name}", text, value)

@@ -142,8 +142,13 @@ class PictureReader:
         try:
             return self._contract.of_size(size, options)
         except ContractError as error:
-            field = "data" if error.option is None else f"options.{error.option}"
-            raise ChiasmError(Reason.IMAGE_INVALID, sentence(error.message), field) from error
+            # Of pictures within the limits a model refuses none but those with too short a side.
+            field, code = "data", "image_too_small"
+            if error.option is not None:
+                field, code = f"options.{error.option}", "invalid_value"
+            raise ChiasmError(
+                Reason.IMAGE_INVALID, sentence(error.message), field, metadata={"code": code}
+            ) from error
 
     def _check_pixels(self, pixels: int, picture: Picture) -> None:
         if pixels > self._max_request_pixels:

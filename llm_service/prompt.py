@@ -7,6 +7,7 @@ transformers does it.
 """
 
 import copy
+import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,13 @@ import torch
 from chiasm.errors import ChiasmError, Reason
 from chiasm.models.contract import ImageForm, Mark
 from chiasm.models.language import LanguageHalf
-from llm_service.request import Conversation, Picture, Text, Turn
+from llm_service.request import Conversation, PastCall, Picture, Text, Turn
+from llm_service.tools.hermes import BEFORE_ARGUMENTS, BEFORE_NAME, CLOSE, OPEN
 
+HERMES = "hermes"
 _PROBE = "chiasm probe text"
+_PROBE_TOOL = "chiasm_probe_tool"
+_PROBE_ANSWER = "chiasm probe answer"
 _NO_RUN = (0, 0, 0)
 
 
@@ -73,6 +78,7 @@ class PromptBuilder:
         self._with_special = _frozen_copy(self._tokenizer, special_as_text=False)
         self._as_text = _frozen_copy(self._tokenizer, special_as_text=True)
         self._takes_parts = self._renders_parts()
+        self.tool_format = self._tool_format()
         self._longest_token = max(map(len, self._tokenizer.get_vocab()))
 
     def least_tokens(self, conversation: Conversation) -> int:
@@ -83,16 +89,24 @@ class PromptBuilder:
         """
         texts = (part for turn in conversation.turns for part in turn.parts)
         characters = sum(len(part.text) for part in texts if isinstance(part, Text))
+        calls = (call for turn in conversation.turns for call in turn.calls)
+        characters += sum(len(call.arguments) for call in calls)
         return characters // self._longest_token + len(conversation.pictures)
+
+    def least_of(self, prompt: str | tuple[int, ...]) -> int:
+        """As `least_tokens`, of a prompt as it is."""
+        return len(prompt) // (self._longest_token if isinstance(prompt, str) else 1)
 
     def render(self, conversation: Conversation) -> "Rendered":
         """The conversation's text with a marker for each picture.
 
-        Raises REQUEST_INVALID if the template refuses the order of roles or drops a picture.
+        Raises REQUEST_INVALID if the template refuses the order of roles or drops a picture, and
+        UNSUPPORTED for tools where it has no place for them.
         """
+        self._check_tools(conversation)
         spelled = _StandIns(self._special)
         messages = [self._message(turn, spelled) for turn in conversation.turns]
-        between = self._marker.split(self._render(messages))
+        between = self._marker.split(self._render(messages, conversation, spelled))
         self._check_markers(len(between) - 1, conversation.pictures)
         return Rendered(tuple(between), spelled)
 
@@ -123,23 +137,79 @@ class PromptBuilder:
         image_tokens = sum(length for _, _, length in lengths)
         return Layout(tuple(token_ids), tuple(runs), image_tokens, placed, delta)
 
+    def raw(self, prompt: str | tuple[int, ...], *, add_special_tokens: bool = True) -> Layout:
+        """A prompt as it is, without pictures. Raises REQUEST_INVALID."""
+        if isinstance(prompt, str):
+            field = "prompt.text"
+            encoding = self._with_special.encode(prompt, add_special_tokens=add_special_tokens)
+            token_ids = tuple(encoding.ids)
+        else:
+            field, token_ids = "prompt.token_ids", prompt
+            self._check_ids(token_ids, field)
+        if self._model.image_token_id in token_ids:
+            text = "A prompt without messages holds no pictures; it spells the image token."
+            raise ChiasmError(Reason.REQUEST_INVALID, text, field)
+        placed, delta = self._model.positions(token_ids, []) or (None, 0)
+        return Layout(token_ids, (), 0, placed, delta)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones spelled. Raises REQUEST_INVALID."""
+        self._check_ids(token_ids, "token_ids")
+        text: str = self._with_special.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        size = self._model.vocab_size
+        wrong = next((one for one in token_ids if not 0 <= one < size), None)
+        if wrong is not None:
+            text = f"Token ids run from 0 to {size - 1}, but {wrong} came."
+            raise ChiasmError(Reason.REQUEST_INVALID, text, field)
+
+    def _check_tools(self, conversation: Conversation) -> None:
+        if self.tool_format:
+            return
+        text = "The model's chat template has no place for tools; leave them out."
+        if conversation.tools:
+            raise ChiasmError(Reason.UNSUPPORTED, text, "tools.tools_json")
+        for number, turn in enumerate(conversation.turns):
+            if turn.calls:
+                raise ChiasmError(Reason.UNSUPPORTED, text, f"messages[{number}].tool_calls")
+
     def _message(self, turn: Turn, spelled: "_StandIns") -> dict[str, Any]:
+        content = self._content(turn, spelled)
+        return {"role": turn.role, "content": content, **_extras(turn, spelled)}
+
+    def _content(self, turn: Turn, spelled: "_StandIns") -> str | list[dict[str, str]]:
         parts = [_template_part(part, spelled) for part in turn.parts]
+        if not parts:
+            return ""
         if self._takes_parts:
-            return {"role": turn.role, "content": parts}
+            return parts
         if any(part["type"] == "image" for part in parts):
             raise ChiasmError(
                 Reason.REQUEST_INVALID, "The model's chat template takes text only.", "messages"
             )
-        return {"role": turn.role, "content": "".join(part["text"] for part in parts)}
+        return "".join(part["text"] for part in parts)
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        conversation: Conversation,
+        spelled: "_StandIns",
+    ) -> str:
+        variables = {
+            name: spelled.protected(value) for name, value in conversation.variables.items()
+        }
+        tools = [spelled.protected(one) for one in conversation.tools] or None
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 chat_template=self._template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=not conversation.continued,
+                continue_final_message=conversation.continued,
+                **variables,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise ChiasmError(
@@ -153,12 +223,35 @@ class PromptBuilder:
     def _renders_parts(self) -> bool:
         try:
             rendered = self._render(
-                [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+                [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}],
+                Conversation((), ""),
+                _StandIns(None),
             )
         except ChiasmError:
             return False
         # A template that wants plain strings prints the list itself, quotes and all.
         return _PROBE in rendered and "'type'" not in rendered
+
+    def _tool_format(self) -> str:
+        """The form of the model's tool calls; empty where it takes none, or in another form.
+
+        A template is asked by giving it a tool, a call of it and its answer.
+        """
+        user = Turn("user", (Text(_PROBE),))
+        call = Turn("assistant", (), calls=(PastCall("call_1", _PROBE_TOOL, '{"a": 1}'),))
+        answer = Turn("tool", (Text(_PROBE_ANSWER),), call_id="call_1")
+        tool = {"type": "function", "function": {"name": _PROBE_TOOL, "description": "",
+                "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+        conversation = Conversation((user, call, answer), "", (tool,))
+        messages = [self._message(turn, _StandIns(None)) for turn in conversation.turns]
+        try:
+            rendered = self._render(messages, conversation, _StandIns(None))
+        except ChiasmError:
+            return ""
+        shown = f"{OPEN}{BEFORE_NAME}{_PROBE_TOOL}{BEFORE_ARGUMENTS}" + '{"a": 1}}' + CLOSE
+        told = rendered.count(_PROBE_TOOL) > 1 and _PROBE_ANSWER in rendered
+        writable = OPEN not in {str(one) for one in self._tokenizer.all_special_tokens}
+        return HERMES if told and shown in rendered and writable else ""
 
     def _tokenize(self, rendered: str, spelled: "_StandIns") -> Iterator[int]:
         for piece, is_text in spelled.split(rendered):
@@ -205,6 +298,14 @@ class _StandIns:
     def protect(self, text: str) -> str:
         return self.special.sub(self._replace, text) if self.special else text
 
+    def protected(self, value: Any) -> Any:
+        """`value` with all texts in it protected, names of fields too."""
+        if isinstance(value, str):
+            return self.protect(value)
+        if isinstance(value, dict):
+            return {self.protect(name): self.protected(one) for name, one in value.items()}
+        return [self.protected(one) for one in value] if isinstance(value, list) else value
+
     def split(self, rendered: str) -> Iterator[tuple[str, bool]]:
         """Pieces of the rendering, each with whether it is text that spells a special token."""
         if not self._literals:
@@ -228,6 +329,34 @@ class Rendered:
 
     between: tuple[str, ...]
     spelled: _StandIns
+
+
+def _extras(turn: Turn, spelled: _StandIns) -> dict[str, Any]:
+    """What a turn has beside its content, in the names that chat templates use."""
+    extras: dict[str, Any] = {}
+    if turn.name:
+        extras["name"] = spelled.protect(turn.name)
+    if turn.call_id:
+        extras["tool_call_id"] = spelled.protect(turn.call_id)
+    if turn.calls:
+        extras["tool_calls"] = [_template_call(call, spelled) for call in turn.calls]
+    return extras
+
+
+def _template_call(call: PastCall, spelled: _StandIns) -> dict[str, Any]:
+    """Arguments as an object, where they are one: templates write it as JSON."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = call.arguments
+    function = {"name": call.name, "arguments": arguments}
+    return {
+        "id": spelled.protect(call.id),
+        "type": "function",
+        "function": spelled.protected(function),
+    }
 
 
 def _template_part(part: Text | Picture, spelled: _StandIns) -> dict[str, str]:

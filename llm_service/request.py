@@ -4,11 +4,12 @@ The wire is not trusted: every role, count, range and combination is checked her
 version does not do yet is refused by name rather than left out silently.
 """
 
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from chiasm import wire
 from chiasm.errors import ChiasmError, Reason, within
@@ -38,6 +39,11 @@ _TENANT_LIMIT = 256
 _FIRST_PART = "messages[0].parts[0]"
 AboutAPicture = llm_service_pb2.HoldEmbeddingRequest | llm_service_pb2.PoolImageRequest
 _SALT_LIMIT = 128
+MAX_CALLS = 128
+_NAME_LIMIT = 64
+_CALL_NAME_LIMIT = 256
+_VARIABLES = "chat_template_variables_json"
+_VARIABLES_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -103,19 +109,46 @@ Part = Text | Picture
 
 
 @dataclass(frozen=True)
+class PastCall:
+    """A tool call of an earlier turn; `arguments` is text as it was sent, whole JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One message of the conversation."""
+    """One message of the conversation.
+
+    Attributes:
+        name: of who speaks, empty if not told.
+        calls: made by the assistant.
+        call_id: of the call that a tool's message answers, empty if not told.
+    """
 
     role: RoleName
     parts: tuple[Part, ...]
+    name: str = ""
+    calls: tuple[PastCall, ...] = ()
+    call_id: str = ""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A checked conversation. `pictures` are in prompt order."""
+    """A checked conversation. `pictures` are in prompt order.
+
+    Attributes:
+        tools: definitions of tools, as the chat template takes them.
+        variables: further variables of the template: texts, numbers and truth values.
+        continued: the last turn is the assistant's, and the answer goes on with it.
+    """
 
     turns: tuple[Turn, ...]
     tenant: str
+    tools: tuple[dict[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -130,6 +163,7 @@ def read_conversation(
     *,
     tenant: str,
     max_images: int,
+    continued: bool = False,
 ) -> Conversation:
     """The conversation of a request. Raises REQUEST_INVALID, TOO_MANY_IMAGES and others."""
     if not messages:
@@ -145,7 +179,46 @@ def read_conversation(
         )
     _check_count(messages, max_images)
     turns = tuple(_read_turn(number, message, buffers) for number, message in enumerate(messages))
-    return Conversation(turns, tenant)
+    if continued:
+        _check_continued(turns[-1])
+    return Conversation(turns, tenant, continued=continued)
+
+
+def _check_continued(last: Turn) -> None:
+    text_only = all(isinstance(part, Text) for part in last.parts)
+    if last.role != "assistant" or last.calls or not text_only:
+        raise _invalid(
+            "continue_final_message",
+            "What is continued is a last message of the assistant that is text.",
+        )
+
+
+def read_raw_prompt(message: llm_service_pb2.RawPrompt) -> str | tuple[int, ...]:
+    """A prompt that no template makes: text, or token ids. Raises REQUEST_INVALID."""
+    match message.WhichOneof("content"):
+        case "text":
+            if not message.text:
+                raise _invalid("prompt.text", "A prompt has at least one character.")
+            return message.text
+        case "token_ids":
+            if not message.token_ids.ids:
+                raise _invalid("prompt.token_ids", "A prompt has at least one token.")
+            return tuple(message.token_ids.ids)
+        case _:
+            raise _invalid("prompt", "A prompt is a text or token ids.")
+
+
+def refuse_beside_prompt(request: llm_service_pb2.GenerateRequest) -> None:
+    """Raises REQUEST_INVALID for what only a conversation has."""
+    beside = {
+        "messages": bool(request.messages),
+        "tools": bool(request.tools.tools_json),
+        "chat_template_variables_json": request.HasField("chat_template_variables_json"),
+        "continue_final_message": request.continue_final_message,
+    }
+    for name, given in beside.items():
+        if given:
+            raise _invalid(name, "A prompt comes without this: no chat template is used.")
 
 
 def read_salt(request: llm_service_pb2.GenerateRequest) -> bytes:
@@ -175,19 +248,28 @@ def check_model(asked: str, served: str) -> None:
         )
 
 
-def refuse_unserved(request: llm_service_pb2.GenerateRequest) -> None:
-    """Raises UNSUPPORTED for every field that this version would otherwise ignore."""
-    unserved = {
-        "tools": bool(request.tools.tools_json),
-        "chat_template_variables_json": request.HasField("chat_template_variables_json"),
-        "continue_final_message": request.continue_final_message,
-    }
-    for field, asked in unserved.items():
-        if asked:
-            name = field.rpartition(".")[2]
-            raise ChiasmError(
-                Reason.UNSUPPORTED, f"This version does not serve {name}; leave it out.", field
-            )
+def read_variables(text: str, allowed: Collection[str]) -> dict[str, Any]:
+    """Variables of the chat template, of the names in `allowed`.
+
+    Raises REQUEST_INVALID for what is no JSON object of texts, numbers and truth values, and
+    UNSUPPORTED for another name: a template may do anything with what it is given.
+    """
+    if len(text) > _VARIABLES_LIMIT:
+        raise _invalid(_VARIABLES, f"The variables have at most {_VARIABLES_LIMIT} characters.")
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise _invalid(_VARIABLES, "The variables of the template are a JSON object.")
+    for name, value in variables.items():
+        if name not in allowed:
+            known = ", ".join(sorted(allowed)) or "none"
+            text = f"The variables of the template that may be set here: {known}."
+            raise ChiasmError(Reason.UNSUPPORTED, text, _VARIABLES)
+        if not isinstance(value, str | int | float | bool):
+            raise _invalid(_VARIABLES, f"{name} is a text, a number, true or false.")
+    return variables
 
 
 def read_sampling(
@@ -227,11 +309,11 @@ def check_token_ids(sampling: SamplingParams, vocabulary_size: int) -> None:
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": tuple(token_id for token_id, _ in sampling.logit_bias),
     }
-    for field, token_ids in fields.items():
+    for name, token_ids in fields.items():
         wrong = next((one for one in token_ids if not 0 <= one < vocabulary_size), None)
         if wrong is not None:
             raise _invalid(
-                f"sampling.{field}",
+                f"sampling.{name}",
                 f"Token ids run from 0 to {vocabulary_size - 1}, but {wrong} came.",
             )
 
@@ -266,14 +348,35 @@ def _read_turn(number: int, message: llm_service_pb2.Message, buffers: wire.Buff
     role = _ROLES.get(message.role)
     if role is None:
         raise _invalid(f"{place}.role", "The role is system, user, assistant or tool.")
-    if message.tool_calls or message.HasField("tool_call_id"):
-        raise ChiasmError(
-            Reason.UNSUPPORTED, "This version does not serve tool calls.", f"{place}.tool_calls"
-        )
-    if not message.parts:
+    _check_calls(place, role, message)
+    calls = tuple(
+        _read_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+    )
+    if not message.parts and not calls:
         raise _invalid(f"{place}.parts", "A message needs at least one part.")
     parts = tuple(_read_part(number, i, part, buffers) for i, part in enumerate(message.parts))
-    return Turn(role, parts)
+    return Turn(role, parts, message.name, calls, message.tool_call_id)
+
+
+def _check_calls(place: str, role: RoleName, message: llm_service_pb2.Message) -> None:
+    if message.tool_calls and role != "assistant":
+        raise _invalid(f"{place}.tool_calls", "Only the assistant makes tool calls.")
+    if len(message.tool_calls) > MAX_CALLS:
+        raise _invalid(f"{place}.tool_calls", f"A message has at most {MAX_CALLS} tool calls.")
+    if message.HasField("tool_call_id") and role != "tool":
+        raise _invalid(f"{place}.tool_call_id", "Only a tool's message answers a tool call.")
+    if len(message.tool_call_id) > _ID_LIMIT:
+        raise _invalid(f"{place}.tool_call_id", f"An id has at most {_ID_LIMIT} characters.")
+    if len(message.name) > _NAME_LIMIT:
+        raise _invalid(f"{place}.name", f"A name has at most {_NAME_LIMIT} characters.")
+
+
+def _read_call(call: llm_service_pb2.ToolCall, place: str) -> PastCall:
+    if len(call.id) > _ID_LIMIT:
+        raise _invalid(f"{place}.id", f"An id has at most {_ID_LIMIT} characters.")
+    if not 1 <= len(call.name) <= _CALL_NAME_LIMIT:
+        raise _invalid(f"{place}.name", f"A name has 1 to {_CALL_NAME_LIMIT} characters.")
+    return PastCall(call.id, call.name, call.arguments_json)
 
 
 def _read_part(number: int, index: int, part: llm_service_pb2.Part, buffers: wire.Buffers) -> Part:

@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import chiasm
 from chiasm import wire
@@ -16,19 +18,24 @@ from chiasm.rpc import limits
 from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
 from chiasm.v1 import llm_service_pb2
 from llm_service.admission import Permits
+from llm_service.answer import (
+    FAILURES,
+    Answer,
+    Clock,
+    as_deltas,
+    as_finished,
+    gathered,
+    rests_of,
+)
 from llm_service.constraint.compiler import Compiler
 from llm_service.embeddings import Rows
 from llm_service.engine.engine import Engine
 from llm_service.engine.values import (
     Constraint,
-    Delta,
-    Event,
-    Failed,
     Finished,
     ImageSpan,
     Prompt,
     SamplingParams,
-    TokenLogprob,
 )
 from llm_service.mailbox import Mailbox
 from llm_service.metrics import LlmMetrics
@@ -42,38 +49,29 @@ from llm_service.request import (
     check_token_ids,
     read_choice_count,
     read_conversation,
+    read_raw_prompt,
     read_salt,
     read_sampling,
-    refuse_unserved,
+    read_variables,
+    refuse_beside_prompt,
 )
 from llm_service.settings import LlmSettings
+from llm_service.tools.constraint import ToolConstraints
+from llm_service.tools.hermes import Calls
+from llm_service.tools.offered import Tools, read_tools
 from llm_service.vision.source import Asked
 
 _S = llm_service_pb2
-Answer = wire.Wired[llm_service_pb2.GenerateResponse]
+WithMessages = (
+    llm_service_pb2.GenerateRequest
+    | llm_service_pb2.TokenizeRequest
+    | llm_service_pb2.CountTokensRequest
+)
 _SOURCES = {
     "none": _S.VISION_SOURCE_NONE,
     "local": _S.VISION_SOURCE_LOCAL,
     "remote": _S.VISION_SOURCE_REMOTE,
 }
-_REASONS = {"stop": _S.FINISH_REASON_STOP, "length": _S.FINISH_REASON_LENGTH}
-_FAILURES = {
-    "DEADLINE": ChiasmError(Reason.DEADLINE, "The deadline passed before the answer was whole."),
-    "CANCELLED": ChiasmError(Reason.CANCELLED, "The call was cancelled."),
-    "SHUTTING_DOWN": ChiasmError(Reason.NOT_READY, "The service is stopping; try another replica."),
-    "INTERNAL": ChiasmError(
-        Reason.INTERNAL, "This answer failed; the log holds the detail beside the request id."
-    ),
-}
-
-
-@dataclass
-class Clock:
-    """Times of one request, time.monotonic."""
-
-    arrived: float = field(default_factory=time.monotonic)
-    submitted: float = 0.0
-    first_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,8 @@ class Work:
     sampling: SamplingParams
     choices: int = 1
     constraint: Constraint | None = None
+    # Whether an answer may hold tool calls.
+    calls: bool = False
 
 
 class LlmServicer:
@@ -106,6 +106,7 @@ class LlmServicer:
         self._engine = engine
         self._pictures = pictures
         self._constraints = constraints
+        self._tools = ToolConstraints(constraints)
         self._workers = workers
         self._metrics = metrics
         self._prompts = PromptBuilder(model)
@@ -121,6 +122,8 @@ class LlmServicer:
             {
                 "Generate": StreamMethod(_S.GenerateRequest, self.generate),
                 "CountTokens": UnaryMethod(_S.CountTokensRequest, self.count_tokens),
+                "Tokenize": UnaryMethod(_S.TokenizeRequest, self.tokenize),
+                "Detokenize": UnaryMethod(_S.DetokenizeRequest, self.detokenize),
                 "HoldEmbedding": UnaryMethod(_S.HoldEmbeddingRequest, self._held.hold),
                 "PoolImage": UnaryMethod(_S.PoolImageRequest, self._held.pool),
                 "GetModel": UnaryMethod(_S.LlmServiceGetModelRequest, self.get_model),
@@ -135,19 +138,21 @@ class LlmServicer:
         clock = Clock()
         message = request.message
         check_model(message.model, self._settings.served_name)
-        refuse_unserved(message)
-        conversation = self._conversation(message.messages, request.buffers, message.tenant)
+        if message.HasField("prompt"):
+            refuse_beside_prompt(message)
+        offered = self._offered(message.tools)
         sampling = read_sampling(message.sampling, self._model.generation)
         check_token_ids(sampling, self._model.vocab_size)
         choices, salt = read_choice_count(message.sampling), read_salt(message)
         with self._permits.hold(choices):
-            layout, measured = await self._laid_out(conversation)
+            layout, measured = await self._prompt_of(request, offered)
             check_length(layout, message.sampling.max_token_count, self._engine.context_length)
             asked = Asked(message.tenant, call.request_id, self._deadline(call))
-            constraint = await self._constrained(message, sampling, asked.deadline)
+            constraint = await self._constrained(message, offered, sampling, asked.deadline)
             ready = await self._pictures.fetch(measured, asked)
             self._count(layout, ready)
-            work = Work(as_prompt(layout, ready, salt), sampling, choices, constraint)
+            prompt = as_prompt(layout, ready, salt)
+            work = Work(prompt, sampling, choices, constraint, calls=offered is not None)
             async for answer in self._run(call, work, layout, asked, ready, clock):
                 yield answer
 
@@ -157,7 +162,8 @@ class LlmServicer:
         """Counts a prompt; encodes nothing."""
         message = request.message
         check_model(message.model, self._settings.served_name)
-        conversation = self._conversation(message.messages, request.buffers, message.tenant)
+        offered = self._offered(message.tools)
+        conversation = self._conversation(message, request.buffers, offered)
         with self._permits.hold():
             layout, _ = await self._laid_out(conversation)
         return wire.plain(
@@ -168,6 +174,38 @@ class LlmServicer:
                 context_length=self._engine.context_length,
             )
         )
+
+    async def tokenize(
+        self, request: wire.Wired[llm_service_pb2.TokenizeRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.TokenizeResponse]:
+        """The tokens of a text or a conversation; encodes nothing."""
+        message = request.message
+        check_model(message.model, self._settings.served_name)
+        with self._permits.hold():
+            if message.HasField("prompt"):
+                layout = await self._tokenized(message)
+            else:
+                offered = self._offered(message.tools)
+                layout, _ = await self._laid_out(
+                    self._conversation(message, request.buffers, offered)
+                )
+        return wire.plain(
+            _S.TokenizeResponse(
+                token_ids=layout.token_ids, context_length=self._engine.context_length
+            )
+        )
+
+    async def detokenize(
+        self, request: wire.Wired[llm_service_pb2.DetokenizeRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.DetokenizeResponse]:
+        """The text of tokens."""
+        message = request.message
+        check_model(message.model, self._settings.served_name)
+        with self._permits.hold():
+            loop = asyncio.get_running_loop()
+            token_ids = tuple(message.token_ids)
+            text = await loop.run_in_executor(self._workers, self._prompts.text_of, token_ids)
+        return wire.plain(_S.DetokenizeResponse(text=text))
 
     async def get_model(
         self, request: wire.Wired[llm_service_pb2.LlmServiceGetModelRequest], call: Call
@@ -195,6 +233,8 @@ class LlmServicer:
                 image_options=self._model.options,
                 layers=self._model.layers,
                 reference_seconds=max(1, int(settings.reference_seconds)),
+                tool_format=self._prompts.tool_format,
+                template_variables=sorted(settings.settable_variables),
             )
         )
 
@@ -214,15 +254,57 @@ class LlmServicer:
             )
         )
 
+    def _offered(self, message: llm_service_pb2.ToolOptions) -> Tools | None:
+        offered = read_tools(message)
+        if offered is not None and not self._prompts.tool_format:
+            raise ChiasmError(
+                Reason.UNSUPPORTED,
+                "This model's chat template has no place for tools, or its calls are of a form "
+                "that is not served; leave the tools out.",
+                "tools.tools_json",
+            )
+        return offered
+
     def _conversation(
-        self,
-        messages: Sequence[llm_service_pb2.Message],
-        buffers: wire.Buffers,
-        tenant: str,
+        self, message: WithMessages, buffers: wire.Buffers, offered: Tools | None
     ) -> Conversation:
-        return read_conversation(
-            messages, buffers, tenant=tenant, max_images=self._settings.max_images
+        continued, variables = False, dict[str, Any]()
+        if not isinstance(message, _S.CountTokensRequest):
+            continued = message.continue_final_message
+            if message.HasField("chat_template_variables_json"):
+                variables = read_variables(
+                    message.chat_template_variables_json, self._settings.settable_variables
+                )
+        conversation = read_conversation(
+            message.messages,
+            buffers,
+            tenant=message.tenant,
+            max_images=self._settings.max_images,
+            continued=continued,
         )
+        tools = () if offered is None else offered.definitions
+        return replace(conversation, tools=tools, variables=variables)
+
+    async def _prompt_of(
+        self, request: wire.Wired[llm_service_pb2.GenerateRequest], offered: Tools | None
+    ) -> tuple[Layout, list[Measured]]:
+        message = request.message
+        if not message.HasField("prompt"):
+            conversation = self._conversation(message, request.buffers, offered)
+            return await self._laid_out(conversation)
+        prompt = read_raw_prompt(message.prompt)
+        check_text(self._prompts.least_of(prompt), self._engine.context_length)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._prompts.raw, prompt), []
+
+    async def _tokenized(self, message: llm_service_pb2.TokenizeRequest) -> Layout:
+        if message.messages:
+            raise ChiasmError(
+                Reason.REQUEST_INVALID, "A prompt comes without messages; keep one.", "messages"
+            )
+        special = message.add_special_tokens or not message.HasField("add_special_tokens")
+        raw = partial(self._prompts.raw, message.prompt, add_special_tokens=special)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, raw)
 
     async def _laid_out(self, conversation: Conversation) -> tuple[Layout, list[Measured]]:
         check_text(self._prompts.least_tokens(conversation), self._engine.context_length)
@@ -240,18 +322,23 @@ class LlmServicer:
     async def _constrained(
         self,
         message: llm_service_pb2.GenerateRequest,
+        offered: Tools | None,
         sampling: SamplingParams,
         deadline: float,
     ) -> Constraint | None:
-        if not message.HasField("constraint"):
+        if offered is None and not message.HasField("constraint"):
             return None
+        constraint = message.constraint if message.HasField("constraint") else None
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
+                if offered is not None:
+                    answer = self._tools.enforce(offered, constraint, sampling.ignore_eos)
+                    return await answer
                 return await self._constraints.compile(
                     message.constraint, ignore_eos=sampling.ignore_eos
                 )
         except TimeoutError:
-            raise ChiasmError(Reason.DEADLINE, _FAILURES["DEADLINE"].message) from None
+            raise ChiasmError(Reason.DEADLINE, FAILURES["DEADLINE"].message) from None
 
     def _deadline(self, call: Call) -> float:
         ours = time.monotonic() + self._settings.request_timeout_seconds
@@ -283,15 +370,18 @@ class LlmServicer:
         try:
             await call.accept()
             ends: dict[int, Finished] = {}
+            calls = [Calls() for _ in range(work.choices if work.calls else 0)]
             while len(ends) < work.choices:
                 deltas, ended = gathered(await mailbox.take())
                 ends |= ended
                 if deltas:
                     self._observe_first(clock)
-                    yield as_deltas(deltas)
+                    yield as_deltas(deltas, calls)
+            for rest in rests_of(calls):
+                yield rest
             finished = [ends[choice] for choice in range(work.choices)]
             call.notes.update(_notes(finished, ready))
-            yield as_finished(finished, layout, ready, clock)
+            yield as_finished(finished, layout, ready, clock, calls)
         finally:
             # Frees the blocks if the caller left; a sequence that ended does not mind.
             self._engine.cancel(ticket)
@@ -345,89 +435,6 @@ def _as_span(run: Run, rows: Rows) -> ImageSpan:
         digest=rows.digest and rows.digest + run.first_row.to_bytes(8, "little"),
         levels=tuple(level[here] for level in rows.levels),
     )
-
-
-def gathered(events: Sequence[Event]) -> tuple[list[Delta], dict[int, Finished]]:
-    """One delta a choice for all that came, and the choices that ended. Raises a failure."""
-    by_choice: dict[int, list[Delta]] = {}
-    ends: dict[int, Finished] = {}
-    for event in events:
-        match event:
-            case Delta():
-                by_choice.setdefault(event.choice, []).append(event)
-            case Finished():
-                ends[event.choice] = event
-            case Failed():
-                told = _FAILURES[event.reason]
-                raise ChiasmError(told.reason, told.message)
-    return [_merged(choice, deltas) for choice, deltas in by_choice.items()], ends
-
-
-def _merged(choice: int, deltas: Sequence[Delta]) -> Delta:
-    return Delta(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(told for delta in deltas for told in delta.logprobs),
-        choice=choice,
-    )
-
-
-def as_deltas(deltas: Sequence[Delta]) -> Answer:
-    """The message of deltas."""
-    wired = [
-        _S.Delta(
-            choice_index=delta.choice,
-            text=delta.text,
-            token_ids=delta.token_ids,
-            logprobs=[_as_logprob(told) for told in delta.logprobs],
-        )
-        for delta in deltas
-    ]
-    return wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=wired)))
-
-
-def _as_logprob(told: TokenLogprob) -> llm_service_pb2.TokenLogprob:
-    return _S.TokenLogprob(
-        token_id=told.token_id,
-        token=told.token,
-        logprob=told.logprob,
-        top=[_as_logprob(one) for one in told.top],
-    )
-
-
-def as_finished(
-    finished: Sequence[Finished], layout: Layout, ready: Sequence[Ready], clock: Clock
-) -> Answer:
-    """The message of the end of all choices. The first one's prompt was computed for all."""
-    first = finished[0]
-    encode = max((one.encode_seconds for one in ready), default=0.0)
-    fetch = max((one.fetch_seconds for one in ready), default=0.0)
-    timings = _S.GenerateTimings(
-        queue_seconds=first.queue_seconds,
-        fetch_seconds=fetch,
-        encode_seconds=encode,
-        transfer_seconds=max((o.fetch_seconds - o.encode_seconds for o in ready), default=0.0),
-        prefill_seconds=first.prefill_seconds,
-        decode_seconds=max(one.decode_seconds for one in finished),
-        total_seconds=time.monotonic() - clock.arrived,
-    )
-    usage = _S.Usage(
-        prompt_token_count=len(layout.token_ids),
-        text_token_count=layout.text_token_count,
-        image_token_count=layout.image_token_count,
-        cached_token_count=first.cached_tokens,
-        completion_token_count=sum(one.completion_tokens for one in finished),
-    )
-    end = _S.Finished(
-        choices=[
-            _S.FinishedChoice(choice_index=one.choice, reason=_REASONS[one.reason])
-            for one in finished
-        ],
-        usage=usage,
-        timings=timings,
-        image_paths=[one.path() for one in ready],
-    )
-    return wire.plain(_S.GenerateResponse(finished=end))
 
 
 def _notes(finished: Sequence[Finished], ready: Sequence[Ready]) -> dict[str, object]:

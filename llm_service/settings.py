@@ -152,6 +152,10 @@ class LlmSettings(Settings):
     constraint_seconds: float = Field(
         3, gt=0, description="Longest that a constraint may take to compile."
     )
+    template_variables: str = Field(
+        "enable_thinking",
+        description="Variables of the chat template that requests may set, separated by commas.",
+    )
     request_timeout_seconds: float = Field(
         600,
         gt=0,
@@ -201,6 +205,11 @@ class LlmSettings(Settings):
     @property
     def encoder_targets(self) -> tuple[str, ...]:
         return _parts(self.encoders)
+
+    @property
+    def settable_variables(self) -> frozenset[str]:
+        """Names that requests may set."""
+        return frozenset(_parts(self.template_variables))
 
     @property
     def pool(self) -> "PoolSettings":

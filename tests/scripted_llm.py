@@ -9,16 +9,21 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from chiasm import tensors, wire
-from chiasm.errors import ChiasmError
+from chiasm.errors import ChiasmError, Reason
+from chiasm.rpc.context import TRACE_PARENT
 from chiasm.rpc.server import Call, Server, ServerSettings, Service, StreamMethod, UnaryMethod
 from chiasm.v1 import image_pb2, llm_service_pb2
 
 _S = llm_service_pb2
 MODEL = "scripted/tiny"
 WIDTH = 8
+# Tokens are bytes, and these.
+FIRST_TOKEN, PICTURE_TOKEN = 256, 257
+PICTURE_TOKENS = 4
 
 
 def finished(
@@ -86,6 +91,7 @@ class Received:
     wired: wire.Wired[llm_service_pb2.GenerateRequest]
     request_id: str
     deadline: float | None
+    trace_parent: str
 
     @property
     def message(self) -> llm_service_pb2.GenerateRequest:
@@ -115,6 +121,10 @@ class ScriptedLlm:
             ready_unix_seconds=1_700_000_000,
         )
         self.received: list[Received] = []
+        # Texts that are refused as prompts, whatever the script.
+        self.refused_prompts: set[str] = set()
+        self.tokenized: list[wire.Wired[llm_service_pb2.TokenizeRequest]] = []
+        self.detokenized: list[llm_service_pb2.DetokenizeRequest] = []
         self.running = 0
         self.card_reads = 0
 
@@ -139,6 +149,10 @@ class ScriptedLlm:
             "chiasm.v1.LlmService",
             {
                 "Generate": StreamMethod(_S.GenerateRequest, self._generate),
+                "Tokenize": UnaryMethod(_S.TokenizeRequest, self._tokenize),
+                "Detokenize": UnaryMethod(_S.DetokenizeRequest, self._detokenize),
+                "HoldEmbedding": UnaryMethod(_S.HoldEmbeddingRequest, self._hold),
+                "PoolImage": UnaryMethod(_S.PoolImageRequest, self._pool),
                 "GetModel": UnaryMethod(_S.LlmServiceGetModelRequest, self._get_model),
             },
         )
@@ -149,16 +163,70 @@ class ScriptedLlm:
         self.card_reads += 1
         return wire.plain(self.card)
 
+    async def _hold(
+        self, request: wire.Wired[llm_service_pb2.HoldEmbeddingRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.HoldEmbeddingResponse]:
+        """Rows of zeros, whatever the picture."""
+        rows = tensors.from_numpy(np.zeros((PICTURE_TOKENS, WIDTH), np.float32))
+        buffers = wire.Buffers()
+        wanted = request.message.return_features
+        embedding = image_pb2.ImageEmbedding(
+            features=tensors.to_wire(rows, buffers) if wanted else tensors.describe(rows),
+            row_count=PICTURE_TOKENS,
+            placeholder_count=PICTURE_TOKENS,
+        )
+        answer = _S.HoldEmbeddingResponse(
+            reference=image_pb2.EmbeddingReference(id="emb_scripted"),
+            embedding=embedding,
+            expires_unix_seconds=1_700_000_600,
+            path=_S.ImagePath(source=_S.IMAGE_SOURCE_REMOTE, placeholder_count=PICTURE_TOKENS),
+        )
+        return wire.Wired(answer, buffers)
+
+    async def _pool(
+        self, request: wire.Wired[llm_service_pb2.PoolImageRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.PoolImageResponse]:
+        path = _S.ImagePath(source=_S.IMAGE_SOURCE_REMOTE, placeholder_count=PICTURE_TOKENS)
+        return wire.plain(_S.PoolImageResponse(values=[0.5] * WIDTH, path=path))
+
+    async def _tokenize(
+        self, request: wire.Wired[llm_service_pb2.TokenizeRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.TokenizeResponse]:
+        self.tokenized.append(request)
+        if self.script.refusal is not None:
+            raise self.script.refusal
+        message = request.message
+        ids = list(message.prompt.encode())
+        if not message.messages and (
+            message.add_special_tokens or not message.HasField("add_special_tokens")
+        ):
+            ids = [FIRST_TOKEN, *ids]
+        for part in (part for one in message.messages for part in one.parts):
+            ids += part.text.encode() or [PICTURE_TOKEN] * PICTURE_TOKENS
+        answer = _S.TokenizeResponse(token_ids=ids, context_length=self.card.context_length)
+        return wire.plain(answer)
+
+    async def _detokenize(
+        self, request: wire.Wired[llm_service_pb2.DetokenizeRequest], call: Call
+    ) -> wire.Wired[llm_service_pb2.DetokenizeResponse]:
+        self.detokenized.append(request.message)
+        if self.script.refusal is not None:
+            raise self.script.refusal
+        text = bytes(one for one in request.message.token_ids if one < 256).decode(errors="replace")
+        return wire.plain(_S.DetokenizeResponse(text=text))
+
     async def _generate(
         self, request: wire.Wired[llm_service_pb2.GenerateRequest], call: Call
     ) -> AsyncIterator[wire.Wired[llm_service_pb2.GenerateResponse]]:
         script = self.script
-        self.received.append(Received(request, call.request_id, call.deadline))
+        self.received.append(Received(request, call.request_id, call.deadline, TRACE_PARENT.get()))
         self.running += 1
         try:
             await asyncio.sleep(script.admission_seconds)
             if script.refusal is not None:
                 raise script.refusal
+            if request.message.prompt.text in self.refused_prompts:
+                raise ChiasmError(Reason.REQUEST_INVALID, "Not this prompt.", "prompt.text")
             await call.accept()
             texts = [[_S.Delta(text=text, token_ids=[i])] for i, text in enumerate(script.texts)]
             for deltas in script.deltas or texts:

@@ -25,6 +25,7 @@ def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _add_demo(commands)
     _add_compare(commands)
     _add_models(commands)
+    _add_key(commands)
     _add(commands, "version", _version, "print the versions of Chiasm and of what it runs on")
     return parser.parse_args(arguments)
 
@@ -122,6 +123,30 @@ def _add_models(commands: Any) -> None:
     )
 
 
+def _add_key(commands: Any) -> None:
+    summary = "make an API key for the gateway"
+    key = commands.add_parser("key", help=summary, description=f"{summary.capitalize()}.")
+    actions = key.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    new = _add(
+        actions,
+        "new",
+        _key,
+        "make a key and the entry by which the gateway knows it",
+        "Shows a random key once, and the entry with its SHA-256 for the gateway's --keys-file "
+        "(docs/gateway-keys.md). With --file the entry is appended there, and a running gateway "
+        "takes it up within a second or two.",
+    )
+    new.add_argument("--name", type=_key_name, required=True, help="stands in logs; each its own")
+    new.add_argument(
+        "--tenant", type=_key_name, required=True, help="whose pictures and caches it may use"
+    )
+    new.add_argument("--file", type=Path, help="keys file to append to, made if there is none")
+    new.add_argument("--requests-per-minute", type=_positive, help="(no limit)")
+    new.add_argument("--tokens-per-minute", type=_positive, help="(no limit)")
+    new.add_argument("--concurrent-requests", type=_positive, help="(no limit)")
+    new.add_argument("--days", type=_days, help="days until it expires (never)")
+
+
 def _add_system(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=_directory, help="checkpoint directory (the demo model)")
     parser.add_argument(
@@ -181,6 +206,12 @@ def _models(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _key(options: argparse.Namespace) -> int:
+    from chiasm.cli.key import run
+
+    return run(options)
+
+
 def _version(_: argparse.Namespace) -> int:
     import platform
     from importlib import metadata
@@ -207,6 +238,21 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1")
     return number
+
+
+def _days(text: str) -> int:
+    number = _positive(text)
+    if number > 36_500:
+        raise argparse.ArgumentTypeError("at most 36500")
+    return number
+
+
+def _key_name(text: str) -> str:
+    from chiasm import api_keys
+
+    if not api_keys.NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(api_keys.NAME_FORM)
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from chiasm import wire
 from chiasm.errors import from_rpc_error
 from chiasm.rpc import limits
-from chiasm.rpc.context import value_of
+from chiasm.rpc.context import traced, value_of
 from chiasm.v1 import encoder_service_pb2, llm_service_pb2
 
 Request = TypeVar("Request", bound=Message)
@@ -130,7 +130,9 @@ class Method(Generic[Request, Response]):
         """A unary call. Raises ChiasmError."""
         send: Any = channel.unary_unary(self.path, None, None)
         with told_errors():
-            received = await send(wire.serialize(request), timeout=timeout, metadata=metadata)
+            received = await send(
+                wire.serialize(request), timeout=timeout, metadata=traced(metadata)
+            )
         return self.read(received)
 
     async def stream(
@@ -143,7 +145,7 @@ class Method(Generic[Request, Response]):
     ) -> AsyncGenerator[wire.Wired[Response], None]:
         """A server stream. Raises ChiasmError; leaving the iteration cancels the call."""
         send: Any = channel.unary_stream(self.path, None, None)
-        call = send(wire.serialize(request), timeout=timeout, metadata=metadata)
+        call = send(wire.serialize(request), timeout=timeout, metadata=traced(metadata))
         try:
             with told_errors():
                 async for received in call:
@@ -154,14 +156,18 @@ class Method(Generic[Request, Response]):
     def open_stream(
         self,
         channel: grpc.aio.Channel,
-        request: wire.Wired[Request],
+        request: wire.Wired[Request] | bytes,
         *,
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> OpenStream[Response]:
-        """A server stream whose acceptance and messages are awaited apart."""
+        """A server stream whose acceptance and messages are awaited apart.
+
+        A large request may be given as the bytes that `wire.serialize` made in a thread.
+        """
+        data = request if isinstance(request, bytes) else wire.serialize(request)
         send: Any = channel.unary_stream(self.path, None, None)
-        call = send(wire.serialize(request), timeout=timeout, metadata=metadata)
+        call = send(data, timeout=timeout, metadata=traced(metadata))
         return OpenStream(call, self.read)
 
     def call_sync(
@@ -175,7 +181,7 @@ class Method(Generic[Request, Response]):
         """The blocking form of `call`."""
         send: Any = channel.unary_unary(self.path, None, None)
         with told_errors():
-            received = send(wire.serialize(request), timeout=timeout, metadata=metadata)
+            received = send(wire.serialize(request), timeout=timeout, metadata=traced(metadata))
         return self.read(received)
 
     def stream_sync(
@@ -188,7 +194,7 @@ class Method(Generic[Request, Response]):
     ) -> Iterator[wire.Wired[Response]]:
         """The blocking form of `stream`."""
         send: Any = channel.unary_stream(self.path, None, None)
-        call = send(wire.serialize(request), timeout=timeout, metadata=metadata)
+        call = send(wire.serialize(request), timeout=timeout, metadata=traced(metadata))
         try:
             with told_errors():
                 for received in call:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from chiasm import telemetry, wire
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason, to_status
 from chiasm.rpc import limits
-from chiasm.rpc.context import accepted_request_id, value_of
+from chiasm.rpc.context import accepted_request_id, accepted_trace_parent, value_of
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -207,11 +207,16 @@ class Server:
     async def _observed(
         self, name: str, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[Call]:
-        request_id = accepted_request_id(value_of(context.invocation_metadata(), limits.REQUEST_ID))
+        sent = context.invocation_metadata()
+        request_id = accepted_request_id(value_of(sent, limits.REQUEST_ID))
+        trace_parent = accepted_trace_parent(value_of(sent, limits.TRACE_PARENT))
         headers = ((limits.REQUEST_ID, request_id),)
         accept = _once(lambda: context.send_initial_metadata(headers))
         call = Call(request_id, _deadline_of(context), accept, {})
-        with telemetry.request_context(request_id), self._recorded(name, call) as outcome:
+        with (
+            telemetry.request_context(request_id, trace_parent),
+            self._recorded(name, call) as outcome,
+        ):
             try:
                 yield call
                 return

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
+from gateway.http.events import TextEvent, event
 
 Json = dict[str, Any]
 _S = llm_service_pb2
@@ -73,18 +74,33 @@ class Whole:
         }
 
     def _choice(self, index: int, reason: str) -> Json:
-        text = "".join(self._texts[index])
         told = _told(self._logprobs[index]) if self._form.logprobs else None
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": self._message(index),
             "logprobs": told,
             "finish_reason": reason,
         }
 
+    def _message(self, index: int) -> Json:
+        text = "".join(self._texts[index])
+        finished = _required(self._finished)
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": _function(call.name, call.arguments_json),
+            }
+            for choice in finished.choices
+            if choice.choice_index == index
+            for call in choice.tool_calls
+        ]
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        return message | {"content": text or None, "tool_calls": calls} if calls else message
+
 
 class Chunks:
-    """Turns messages of the LLM service into chunks as they come.
+    """Turns messages of the LLM service into chunks as they come, each an event.
 
     A chunk tells the log-probabilities of the tokens that came, whether or not their text is held
     back, as vLLM's do: none is lost, and none is told twice.
@@ -95,21 +111,36 @@ class Chunks:
         self._form = form
         self._include_usage = include_usage
         self._finished = False
+        self._texts: dict[int, TextEvent] = {}
 
-    def opening(self) -> Iterator[Json]:
+    def opening(self) -> bytes:
         """The first chunk of each choice: who speaks."""
-        for index in range(self._form.choices):
-            yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        first: Json = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(event(self._chunk(index, first)) for index in range(self._form.choices))
 
-    def take(self, response: llm_service_pb2.GenerateResponse) -> Iterator[Json]:
-        """The chunks that one message of the LLM service gives."""
-        for delta in response.delta.deltas:
-            told = [_logprob_of(one) for one in delta.logprobs] if self._form.logprobs else []
-            if delta.text or told:
-                yield self._chunk(delta.choice_index, {"content": delta.text}, told)
+    def take(self, response: llm_service_pb2.GenerateResponse) -> bytes:
+        """The chunks that one message of the LLM service gives; maybe none."""
         if response.HasField("finished"):
             self._finished = True
-            yield from self._closing(response.finished)
+            return b"".join(map(event, self._closing(response.finished)))
+        return b"".join(one for delta in response.delta.deltas for one in self._of_delta(delta))
+
+    def _of_delta(self, delta: llm_service_pb2.Delta) -> Iterator[bytes]:
+        if self._form.logprobs and delta.logprobs:
+            told = [_logprob_of(one) for one in delta.logprobs]
+            yield event(self._chunk(delta.choice_index, {"content": delta.text}, told))
+        elif delta.text:
+            yield self._text(delta.choice_index).of(delta.text)
+        if delta.tool_calls:
+            called = [_call_delta(one) for one in delta.tool_calls]
+            yield event(self._chunk(delta.choice_index, {"tool_calls": called}))
+
+    def _text(self, index: int) -> TextEvent:
+        known = self._texts.get(index)
+        if known is None:
+            known = TextEvent(self._chunk(index, {"content": ""}), "content")
+            self._texts[index] = known
+        return known
 
     def check_ended(self) -> None:
         """Raises INTERNAL if the LLM service's stream ended without an end of the answer."""
@@ -167,6 +198,12 @@ def trace_of(finished: llm_service_pb2.Finished) -> Json:
     return {"timings": timings, "images": [_image_of(path) for path in finished.image_paths]}
 
 
+def stages_of(body: Json) -> dict[str, float]:
+    """The milliseconds of each stage that an answer tells."""
+    timings: dict[str, float] = body["chiasm"]["timings"]
+    return {name.removesuffix("_ms"): value for name, value in timings.items()}
+
+
 def _image_of(path: llm_service_pb2.ImagePath) -> Json:
     return {
         "message": path.message_index,
@@ -183,6 +220,18 @@ def _reasons(finished: llm_service_pb2.Finished, form: Form) -> list[str]:
     """Why each choice ended, in their order. Raises INTERNAL if one did not."""
     found = {choice.choice_index: choice.reason or None for choice in finished.choices}
     return [_FINISH[_required(found.get(index))] for index in range(form.choices)]
+
+
+def _function(name: str, arguments: str) -> Json:
+    return {"name": name, "arguments": arguments}
+
+
+def _call_delta(delta: llm_service_pb2.ToolCallDelta) -> Json:
+    """What a call gained: its id and name once, then text of its arguments."""
+    if not delta.HasField("id"):
+        return {"index": delta.call_index, "function": {"arguments": delta.arguments_json}}
+    function = _function(delta.name, delta.arguments_json)
+    return {"index": delta.call_index, "id": delta.id, "type": "function", "function": function}
 
 
 def _told(content: list[Json]) -> Json:

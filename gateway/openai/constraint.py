@@ -165,7 +165,12 @@ def constraint_of(chat: ChatRequest) -> Constraint | None:
 
     Raises REQUEST_INVALID with the path of the fault, or where two forms are wanted; UNSUPPORTED.
     """
-    found = list(_read(chat).wanted())
+    return the_one(_read(chat))
+
+
+def the_one(forms: Forms) -> Constraint | None:
+    """The form that is wanted. Raises REQUEST_INVALID where there are two; UNSUPPORTED."""
+    found = list(forms.wanted())
     if not found:
         return None
     place, message = found[0]

@@ -1,5 +1,6 @@
 """A ChiasmError in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, all four."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,15 @@ CODES: Final[Mapping[Reason, str]] = {
 _TYPES: Final = {401: "authentication_error", 429: "rate_limit_error"}
 _NO_CODE: Final = "null"
 _RETRY_SECONDS: Final = 1.0  # where the server gave no hint
+# Clients retry every 5xx by themselves. Not these: a request that made the server fail, or that it
+# could not answer in minutes, would do the same to the next replica.
+_NEVER_AGAIN: Final = frozenset({Reason.INTERNAL, Reason.DEADLINE})
+_BAD_GATEWAY: Final = 502  # parts that do not belong together: only the operator mends that
+# Bytes of JSON; a body stays under 2 KB with both.
+_MOST_MESSAGE: Final = 1200
+_MOST_PARAM: Final = 400
+_LONGEST_ESCAPE: Final = 12  # \ud83d\ude00
+_CUT: Final = "..."
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ def as_http(error: ChiasmError) -> HttpError:
     if status in {429, 503}:
         wait = _RETRY_SECONDS if error.retry_after is None else error.retry_after
         headers["retry-after"] = str(max(1, math.ceil(wait)))
+    if error.reason in _NEVER_AGAIN or status == _BAD_GATEWAY:
+        headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return HttpError(status, error_body(error, status), headers)
@@ -80,7 +92,19 @@ def plain_error(status: int, message: str, code: str | None) -> dict[str, Any]:
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    told = _clipped(message, _MOST_MESSAGE)
+    place = None if param is None else _clipped(param, _MOST_PARAM)
+    return {"error": {"message": told, "type": kind, "param": place, "code": code}}
+
+
+def _clipped(text: str, most: int) -> str:
+    """`text`, or its beginning, in at most `most` bytes of JSON."""
+    if len(text) * _LONGEST_ESCAPE <= most or len(json.dumps(text)) <= most:
+        return text
+    kept = text[:most]
+    while len(json.dumps(kept)) > most - len(_CUT):
+        kept = kept[: len(kept) * 3 // 4]
+    return kept + _CUT
 
 
 def _type_of(status: int) -> str:

@@ -22,6 +22,7 @@ from gateway.openai.schema import (
     Part,
     PixelBounds,
 )
+from gateway.openai.tools import check_choice
 
 # Each element of a list or an object costs up to a hundred bytes once parsed, and one comma here.
 _MAX_COMMAS: Final = 1_000_000
@@ -40,34 +41,42 @@ def _leaves_choice(value: Any) -> bool:
 
 # What would change the answer and is not served, with the values of it that change nothing.
 _HARMLESS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "tools": _off,
-    "tool_choice": _leaves_choice,
     "functions": _off,
     "function_call": _leaves_choice,
     "modalities": lambda value: value == ["text"],
     "audio": _off,
     "prediction": _off,
     "web_search_options": lambda value: False,
+    "moderation": lambda value: False,
     # Beyond OpenAI: names that other servers of the same interface take.
-    "add_generation_prompt": lambda value: value is True,
+    "add_special_tokens": _off,
     "allowed_token_ids": _off,
     "bad_words": _off,
     "best_of": lambda value: value == 1,
     "chat_template": _off,
-    "chat_template_kwargs": _off,
-    "continue_final_message": _off,
     "documents": _off,
     "echo": _off,
+    "ec_transfer_params": _off,
     "guided_whitespace_pattern": _off,
     "include_stop_str_in_output": _off,
+    "kv_transfer_params": _off,
     "length_penalty": lambda value: value == 1,
+    "logprob_token_ids": _off,
     "logits_processors": _off,
+    "media_io_kwargs": _off,
     "min_pixels": _off,
     "max_pixels": _off,
     "prompt_logprobs": lambda value: value is False,
+    "repetition_detection": _off,
+    "return_prompt_text": _off,
+    "return_token_ids": _off,
+    "return_tokens_as_token_ids": _off,
     "skip_special_tokens": lambda value: value is True,
+    "thinking_token_budget": lambda value: value == -1,
     "truncate_prompt_tokens": lambda value: False,
     "use_beam_search": _off,
+    "vllm_xargs": _off,
+    "watermarking": _off,
 }
 
 
@@ -142,10 +151,20 @@ def _check_together(request: ChatRequest) -> None:
         raise invalid("stream_options needs stream to be true.", "stream_options")
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs to be true.", "top_logprobs")
+    check_choice(request.tools, request.tool_choice)
+    _check_continued(request)
     if request.mm_processor_kwargs is not None:
         _check_bounds(request.mm_processor_kwargs)
     for number, message in enumerate(request.messages):
         _check_message(f"messages[{number}]", message)
+
+
+def _check_continued(request: ChatRequest) -> None:
+    if request.add_generation_prompt is None:
+        return
+    if request.add_generation_prompt is request.continue_final_message:
+        text = "add_generation_prompt is false where continue_final_message is true, and else true."
+        raise invalid(text, "add_generation_prompt")
 
 
 def _check_bounds(bounds: PixelBounds) -> None:
@@ -164,6 +183,9 @@ def _check_message(place: str, message: Message) -> None:
     if isinstance(message.content, list):
         for number, part in enumerate(message.content):
             _check_part(f"{place}.content[{number}]", part)
+    if message.function_call:
+        text = "Functions without a call's id are not served; send tool_calls and a tool message."
+        raise ChiasmError(Reason.UNSUPPORTED, text, f"{place}.function_call")
     if message.role == "assistant":
         return
     if message.tool_calls:

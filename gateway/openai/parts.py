@@ -3,13 +3,14 @@
 Large base64 is decoded in a thread, so that other requests go on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, assert_never
 
 from chiasm import wire
 from chiasm.data_url import DataUrlError, parse_data_url
 from chiasm.errors import ChiasmError, Reason, sentence
 from chiasm.v1 import image_pb2, llm_service_pb2
+from gateway.fetch.policy import is_web
 from gateway.llm import Card
 from gateway.openai.embeds import EmbedsReader, decoded
 from gateway.openai.pulled import Data
@@ -29,6 +30,10 @@ from gateway.settings import PictureLimits
 Parts = list[llm_service_pb2.Part]
 _ANY_BASE64: Final = "QQ=="
 
+_REASONS: Final = {
+    "image_file_too_large": Reason.IMAGE_TOO_LARGE,
+    "invalid_image_url": Reason.URL_FORBIDDEN,
+}
 _DETAILS: Final = {
     "auto": image_pb2.IMAGE_DETAIL_AUTO,
     "low": image_pb2.IMAGE_DETAIL_LOW,
@@ -41,8 +46,8 @@ _DETAILS: Final = {
 class PartReader:
     """Reads the pictures of one request: their bytes go to `buffers`.
 
-    `data` holds the large texts that were decoded before the JSON was parsed; `bounds` are those
-    that the request sets for all of its raw pictures.
+    `data` holds the large texts that were decoded before the JSON was parsed, and what was fetched
+    by URL; `bounds` are those that the request sets for all of its raw pictures.
     """
 
     limits: PictureLimits
@@ -50,6 +55,7 @@ class PartReader:
     buffers: wire.Buffers
     data: Data
     bounds: PixelBounds | None
+    sizes: list[int] = field(default_factory=list)
 
     async def read(self, message: Message, place: str) -> Parts:
         """The parts of `message`, in order. `place` is its path in the JSON."""
@@ -95,16 +101,14 @@ class PartReader:
         if self.card.vision_source == llm_service_pb2.VISION_SOURCE_NONE:
             text = "This deployment encodes no pictures; send image_embeds, or the text alone."
             raise ChiasmError(Reason.UNSUPPORTED, text, place)
-        param, url = f"{place}.image_url.url", image_url.url
-        if url.lstrip()[:8].lower().startswith(("http://", "https://")):
-            text = "Fetching image URLs is not enabled here; send the picture as a data URL."
-            raise ChiasmError(
-                Reason.URL_FORBIDDEN, text, param, metadata={"code": "invalid_image_url"}
-            )
+        param = f"{place}.image_url.url"
         try:
-            data = await self._picture(url)
+            data = await self._picture(image_url.url)
         except DataUrlError as error:
             raise _image_fault(error, param) from None
+        self.sizes.append(len(data))
+        if sum(self.sizes) > self.limits.max_request_image_bytes:
+            raise too_many_bytes(self.limits.max_request_image_bytes, param)
         options = image_pb2.ImageOptions(detail=_DETAILS[image_url.detail])
         if self.bounds is not None:
             options.MergeFrom(_bounds(self.bounds))
@@ -112,6 +116,8 @@ class PartReader:
 
     async def _picture(self, url: str) -> bytes:
         limit = self.limits.max_image_bytes
+        if is_web(url):
+            return self._fetched(url)
         head, _, encoded = url.rpartition(",")
         data = self.data.get(encoded)
         if data is None:
@@ -122,12 +128,25 @@ class PartReader:
             raise DataUrlError("image_file_too_large", text)
         return data
 
+    def _fetched(self, url: str) -> bytes:
+        data = self.data.get(url)
+        if data is None:
+            text = "fetching image URLs is not enabled here; send the picture as a data URL"
+            raise DataUrlError("invalid_image_url", text)
+        return data
+
+
+def too_many_bytes(limit: int, param: str | None = None) -> ChiasmError:
+    """The raw pictures of a request have more than `limit` bytes together."""
+    text = f"The pictures of a request may have {limit} bytes together; send smaller or fewer ones."
+    metadata = {"code": "image_file_too_large"}
+    return ChiasmError(Reason.IMAGE_TOO_LARGE, text, param, metadata=metadata)
+
 
 def _bounds(bounds: PixelBounds) -> image_pb2.ImageOptions:
     return image_pb2.ImageOptions(min_pixels=bounds.min_pixels, max_pixels=bounds.max_pixels)
 
 
 def _image_fault(error: DataUrlError, param: str) -> ChiasmError:
-    too_large = error.code == "image_file_too_large"
-    reason = Reason.IMAGE_TOO_LARGE if too_large else Reason.IMAGE_INVALID
+    reason = _REASONS.get(error.code, Reason.IMAGE_INVALID)
     return ChiasmError(reason, sentence(error.message), param, metadata={"code": error.code})

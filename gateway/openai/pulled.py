@@ -10,7 +10,7 @@ import asyncio
 import binascii
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,13 +44,15 @@ class _Span:
 
 async def pull(body: bytearray) -> Pulled:
     """`body` without its large texts of sound base64."""
+    if len(body) < LARGE:
+        return Pulled(body, {})
+    return await asyncio.to_thread(_pull, body)
+
+
+def _pull(body: bytearray) -> Pulled:
     spans = list(_spans(body))
     if not spans:
         return Pulled(body, {})
-    return await asyncio.to_thread(_pull, body, spans)
-
-
-def _pull(body: bytearray, spans: Sequence[_Span]) -> Pulled:
     secret, data, reached = secrets.token_hex(16), {}, 0
     pieces: list[bytes | memoryview] = []
     with memoryview(body) as view:

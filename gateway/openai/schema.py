@@ -10,38 +10,29 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from gateway.openai import paths
+from gateway.openai.base import Body as Body
+from gateway.openai.base import JsonObject, sound
+from gateway.openai.base import Text as Text
+from gateway.openai.tools import Kind, ToolChoice, Tools
 
 PART_TYPES: Final = ("text", "image_url", "image_embeds", "refusal")
 UNSERVED_PART_TYPES: Final = frozenset(
     {"input_audio", "audio_url", "audio_embeds", "video_url", "video_embeds", "file"}
 )
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _TOKEN: Final = re.compile("[0-9]{1,10}")
 _MAX_INT32: Final = 2**31 - 1
 _MAX_ALIAS_BYTES: Final = 256
 _MAX_STOPS: Final = 16
 _MAX_STOP_LENGTH: Final = 256
-
-
-def _sound(text: str) -> str:
-    if "\0" in text:
-        raise PydanticCustomError("nul_character", "The text holds a NUL character; remove it.")
-    if not text.isascii() and _SURROGATE.search(text):
-        raise PydanticCustomError(
-            "lone_surrogate", "The text holds half of a surrogate pair, no character; remove it."
-        )
-    return text
 
 
 def _as_list(value: Any) -> Any:
@@ -76,7 +67,7 @@ def _part_tag(value: Any) -> str | None:
 
 
 def _short_alias(alias: str) -> str:
-    if len(_sound(alias).encode()) > _MAX_ALIAS_BYTES:
+    if len(sound(alias).encode()) > _MAX_ALIAS_BYTES:
         raise PydanticCustomError("string_too_long", "The uuid has more than 256 bytes in UTF-8.")
     return alias
 
@@ -96,13 +87,14 @@ def _sound_biases(biases: dict[str, float]) -> dict[str, float]:
     return biases
 
 
-Text = Annotated[str, AfterValidator(_sound)]
-Name = Annotated[str, Field(max_length=64), AfterValidator(_sound)]
-StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH), AfterValidator(_sound)]
+Name = Annotated[str, Field(max_length=64), AfterValidator(sound)]
+StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH), AfterValidator(sound)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LogitBias = Annotated[dict[str, Any], AfterValidator(_sound_biases)]
 Detail = Literal["low", "high", "auto", "original"]
 Alias = Annotated[str, Field(min_length=1), AfterValidator(_short_alias)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataText = Annotated[str, Field(max_length=512)]
 PixelCount = Annotated[int, Field(ge=1, le=_MAX_INT32)]
 
 
@@ -116,19 +108,6 @@ Embeds = Annotated[
         "shape, or with a ref.",
     ),
 ]
-
-
-class Body(BaseModel):
-    """An object of the request. What it does not name is ignored."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        if isinstance(value, dict) and None in value.values():
-            return {key: inner for key, inner in value.items() if inner is not None}
-        return value
 
 
 class TextPart(Body):
@@ -214,7 +193,7 @@ class ToolCall(Body):
     """A tool call in an earlier turn."""
 
     id: Text
-    type: Literal["function"] = "function"
+    type: Kind = "function"
     function: Function
 
 
@@ -224,8 +203,10 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
+    tool_calls: list[ToolCall] = Field(default_factory=list, fail_fast=True, max_length=128)
     tool_call_id: Text | None = None
+    # Read only to be refused: leaving it out would change the conversation.
+    function_call: Any = None
 
 
 class PixelBounds(Body):
@@ -244,17 +225,18 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ChatRequest(Body):
-    """The request. Further fields stay in `model_extra`, for `parse` to judge."""
+class Drawn(Body):
+    """How an answer is drawn and sent: the fields that chats and text completions share.
+
+    Further fields stay in `model_extra`, for `parse` to judge.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     model: Text
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
     min_tokens: int | None = Field(None, ge=0, le=_MAX_INT32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -264,21 +246,34 @@ class ChatRequest(Body):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[
         list[StopText], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
-    ] = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
+    ] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024, fail_fast=True)
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
-    logit_bias: LogitBias = {}
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    logit_bias: LogitBias = Field(default_factory=dict)
     # Separates prefix-cache entries: requests of other salts cannot tell what this one asked.
     cache_salt: (
-        Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_sound)] | None
+        Annotated[str, Field(min_length=1, max_length=128), AfterValidator(sound)] | None
     ) = None
+
+
+class ChatRequest(Drawn):
+    """The body of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     mm_processor_kwargs: PixelBounds | None = None
-    tools: list[Any] = []
-    tool_choice: Any = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    # Kept by OpenAI beside the answer; nothing is kept here, so it is checked and left out.
+    metadata: Annotated[dict[MetadataKey, MetadataText], Field(max_length=16)] | None = None
     response_format: Any = None

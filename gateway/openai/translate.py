@@ -1,5 +1,6 @@
 """A checked `ChatRequest` to a `GenerateRequest`; the LLM service's errors back to JSON paths."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from chiasm import wire
 from chiasm.errors import ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
 from gateway.llm import Card
+from gateway.openai import tools
 from gateway.openai.constraint import Constraint, constraint_of
 from gateway.openai.parse import Parsed
 from gateway.openai.parts import PartReader
 from gateway.openai.schema import (
     ChatRequest,
+    Drawn,
     ImageEmbedsPart,
     ImageUrlPart,
     Message,
@@ -41,6 +44,10 @@ _WITHIN_A_PART: Final = {
     ".embedding.image_size": "image_embeds.image_sizes",
     ".reference": "image_embeds.ref",
 }
+_OF_THE_CHAT: Final = {
+    "chat_template_variables_json": "chat_template_kwargs",
+}
+_CALL_NAME: Final = re.compile(r"(\.tool_calls\[\d+\])\.name$")
 _ALL_PARTS: Final = re.compile(r"^(messages\[\d+\])\.parts$")
 _SAMPLING: Final = {
     "min_token_count": "min_tokens",
@@ -85,10 +92,14 @@ class Places:
             return f"messages[{part[1]}].content{inner}"
         if field.startswith("constraint") and self.constraint is not None:
             return self.constraint.path(field)
+        if (about_tools := tools.path_of(field)) is not None:
+            return about_tools
+        if field in _OF_THE_CHAT:
+            return _OF_THE_CHAT[field]
         if field.startswith("sampling."):
             name = field.removeprefix("sampling.")
             return self.limit if name == "max_token_count" else _SAMPLING.get(name, name)
-        return _ALL_PARTS.sub(r"\1.content", field)
+        return _CALL_NAME.sub(r"\1.function.name", _ALL_PARTS.sub(r"\1.content", field))
 
     def _is_embedding(self, field: str | None) -> bool:
         part = _OF_A_PART.match(field or "")
@@ -111,7 +122,7 @@ class Asked:
 async def translate(parsed: Parsed, card: Card, limits: PictureLimits) -> Asked:
     """The LLM service's form of a request. Raises ChiasmError with the path of the fault."""
     chat = parsed.chat
-    _check_image_count(chat.messages, min(limits.max_images, card.max_image_count))
+    check_image_count(chat.messages, min(limits.max_images, card.max_image_count))
     reader = PartReader(limits, card, wire.Buffers(), parsed.data, chat.mm_processor_kwargs)
     messages = [
         await _translate_message(message, f"messages[{number}]", reader)
@@ -124,8 +135,16 @@ async def translate(parsed: Parsed, card: Card, limits: PictureLimits) -> Asked:
         sampling=sampling_of(chat),
         cache_salt=chat.cache_salt or "",
         constraint=None if constraint is None else constraint.message,
+        tools=tools.tool_options(chat.tools, chat.tool_choice, chat.parallel_tool_calls),
+        chat_template_variables_json=_variables_of(chat),
+        continue_final_message=chat.continue_final_message or None,
     )
     return Asked(wire.Wired(request, reader.buffers), places_of(chat, constraint))
+
+
+def _variables_of(chat: ChatRequest) -> str | None:
+    variables = chat.chat_template_kwargs
+    return json.dumps(variables) if variables else None
 
 
 def check_model(asked: str, card: Card) -> None:
@@ -138,24 +157,33 @@ def check_model(asked: str, card: Card) -> None:
 def sampling_of(chat: ChatRequest) -> llm_service_pb2.SamplingParameters:
     """How the answer is drawn; what the request leaves open stays open."""
     newer = chat.max_completion_tokens
+    sampling = drawn(chat)
+    sampling.MergeFrom(
+        _S.SamplingParameters(
+            max_token_count=newer, logprobs=chat.logprobs, top_logprob_count=chat.top_logprobs
+        )
+    )
+    return sampling
+
+
+def drawn(request: Drawn) -> llm_service_pb2.SamplingParameters:
+    """What chats and text completions share of how an answer is drawn."""
     return _S.SamplingParameters(
-        temperature=chat.temperature,
-        top_p=chat.top_p,
-        top_k=None if chat.top_k is None else max(chat.top_k, 0),
-        min_p=chat.min_p,
-        seed=chat.seed,
-        max_token_count=chat.max_tokens if newer is None else newer,
-        min_token_count=chat.min_tokens,
-        stop=chat.stop,
-        stop_token_ids=chat.stop_token_ids,
-        ignore_eos=chat.ignore_eos,
-        presence_penalty=chat.presence_penalty,
-        frequency_penalty=chat.frequency_penalty,
-        repetition_penalty=chat.repetition_penalty,
-        logit_bias={int(token): bias for token, bias in chat.logit_bias.items()},
-        choice_count=chat.n,
-        logprobs=chat.logprobs,
-        top_logprob_count=chat.top_logprobs,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k is None else max(request.top_k, 0),
+        min_p=request.min_p,
+        seed=request.seed,
+        max_token_count=request.max_tokens,
+        min_token_count=request.min_tokens,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in request.logit_bias.items()},
+        choice_count=request.n,
     )
 
 
@@ -171,11 +199,12 @@ async def _translate_message(
         parts=await reader.read(message, place),
         name=message.name,
         tool_calls=calls,
-        tool_call_id=message.tool_call_id,
+        tool_call_id=message.tool_call_id if message.role == "tool" else None,
     )
 
 
-def _check_image_count(messages: Sequence[Message], limit: int) -> None:
+def check_image_count(messages: Sequence[Message], limit: int) -> None:
+    """Raises TOO_MANY_IMAGES for more than `limit` pictures and embeddings."""
     count = sum(
         isinstance(part, ImageUrlPart | ImageEmbedsPart)
         for message in messages

@@ -56,7 +56,7 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary | None, limits: ConstraintLimits) -> None:
         self._vocabulary = vocabulary
-        self._limits = limits
+        self.limits = self._limits = limits
         self._trial = Trial(limits)
         self._worker = _worker_with_stack(_STACK)
         self._turn = asyncio.Lock()
@@ -75,12 +75,15 @@ class Compiler:
         Raises:
             ChiasmError: REQUEST_INVALID or UNSUPPORTED with the field at fault, or QUEUE_FULL.
         """
-        requested = read_constraint(message, self._limits)
+        return await self.enforce(read_constraint(message, self._limits), ignore_eos=ignore_eos)
+
+    async def enforce(self, requested: Requested, *, ignore_eos: bool = False) -> GrammarConstraint:
+        """A new answer's constraint from the text of a grammar. As `compile`."""
         vocabulary = self._vocabulary
         if vocabulary is None:
-            raise ChiasmError(
-                Reason.UNSUPPORTED, "This model's tokenizer serves no constraints.", "constraint"
-            )
+            about = requested.field.partition(".")[0]
+            text = "This model's tokenizer serves no constraints."
+            raise ChiasmError(Reason.UNSUPPORTED, text, about)
         outcome = self._found(requested) or await self._compile(requested, vocabulary)
         if isinstance(outcome, ChiasmError):
             raise ChiasmError(outcome.reason, outcome.message, requested.field)
@@ -114,7 +117,7 @@ class Compiler:
             raise ChiasmError(
                 Reason.QUEUE_FULL,
                 "Too many new forms wait to be compiled; forms used before are served at once.",
-                "constraint",
+                None,
                 retry_after=_RETRY_SECONDS,
             )
         self._waiting += 1

@@ -55,7 +55,7 @@ def read_constraint(
         case "grammar":
             text = _text(message.grammar, "grammar", limits)
             lark.check(text)
-            return Requested(_wrapped({"lark_grammar": text}), _field("grammar"))
+            return Requested(wrapped({"lark_grammar": text}), _field("grammar"))
         case _:
             raise ChiasmError(
                 Reason.REQUEST_INVALID,
@@ -67,7 +67,7 @@ def read_constraint(
 def _of_schema(text: str, kind: str, limits: ConstraintLimits) -> Requested:
     schema = json_schema.exact(_text(text, kind, limits), limits.depth)
     schema["x-guidance"] = _JSON_OPTIONS
-    return Requested(_wrapped({"json_schema": schema}), _field(kind))
+    return Requested(wrapped({"json_schema": schema}), _field(kind))
 
 
 def _of_choices(choices: Sequence[str], limits: ConstraintLimits) -> Requested:
@@ -80,7 +80,7 @@ def _of_choices(choices: Sequence[str], limits: ConstraintLimits) -> Requested:
         if not choice:
             raise _invalid(f"choice.choices[{number}]", "A text has at least one character.")
     _text("".join(choices), "choice.choices", limits)
-    return Requested(_wrapped({"lark_grammar": lark.of_choices(choices)}), _field("choice.choices"))
+    return Requested(wrapped({"lark_grammar": lark.of_choices(choices)}), _field("choice.choices"))
 
 
 def _text(text: str, kind: str, limits: ConstraintLimits) -> str:
@@ -92,7 +92,8 @@ def _text(text: str, kind: str, limits: ConstraintLimits) -> str:
     return text
 
 
-def _wrapped(grammar: dict[str, Any]) -> str:
+def wrapped(grammar: dict[str, Any]) -> str:
+    """One grammar in the form that the library takes several."""
     return json.dumps({"grammars": [grammar]})
 
 

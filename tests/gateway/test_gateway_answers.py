@@ -301,3 +301,72 @@ async def test_a_client_with_httpx_limits_reuses_its_connection(system: System) 
             answer = await client.post("/v1/chat/completions", json=ASK)
             assert answer.status_code == 200
             assert answer.headers.get("connection") != "close"
+
+
+def called(choice: int, index: int, arguments: str, **first: str) -> llm_service_pb2.Delta:
+    call = llm_service_pb2.ToolCallDelta(call_index=index, arguments_json=arguments, **first)
+    return llm_service_pb2.Delta(choice_index=choice, tool_calls=[call])
+
+
+def two_calls() -> Script:
+    """Text and two calls in the first choice, one call alone in the second."""
+    end = finished(
+        llm_service_pb2.FINISH_REASON_TOOL_CALLS, llm_service_pb2.FINISH_REASON_TOOL_CALLS
+    )
+    made = [
+        [("call_a", "weather", '{"city": "Oslo"}'), ("call_b", "time", "{}")],
+        [("call_c", "time", "{}")],
+    ]
+    for choice, calls in zip(end.choices, made, strict=True):
+        for name, function, arguments in calls:
+            choice.tool_calls.add(id=name, name=function, arguments_json=arguments)
+    deltas = [
+        [llm_service_pb2.Delta(choice_index=0, text="I look.")],
+        [called(0, 0, "", id="call_a", name="weather"), called(1, 0, "", id="call_c", name="time")],
+        [called(0, 0, '{"city": '), called(1, 0, "{}")],
+        [called(0, 0, '"Oslo"}')],
+        [called(0, 1, "{", id="call_b", name="time")],
+        [called(0, 1, "}")],
+    ]
+    return Script(deltas=deltas, end=end)
+
+
+async def test_a_whole_answer_holds_its_calls_and_no_empty_content(system: System) -> None:
+    system.llm.script = two_calls()
+    first, second = (await system.ask(n=2)).json()["choices"]
+    assert first["message"] == {
+        "role": "assistant",
+        "content": "I look.",
+        "refusal": None,
+        "tool_calls": [
+            {"id": "call_a", "type": "function",
+             "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+            {"id": "call_b", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+        ],
+    }  # fmt: skip
+    assert second["message"]["content"] is None
+    assert [one["finish_reason"] for one in (first, second)] == ["tool_calls", "tool_calls"]
+
+
+async def test_streamed_calls_have_one_id_and_fragments_that_join(system: System) -> None:
+    system.llm.script = two_calls()
+    chunks = await chunks_of(system, n=2)
+    calls: dict[tuple[int, int], list[Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            for delta in choice["delta"].get("tool_calls", []):
+                key = choice["index"], delta["index"]
+                if key not in calls:
+                    assert delta["type"] == "function"
+                    calls[key] = [delta["id"], delta["function"]["name"], ""]
+                else:
+                    assert delta.keys() == {"index", "function"}
+                    assert delta["function"].keys() == {"arguments"}
+                calls[key][2] += delta["function"]["arguments"]
+    assert calls == {
+        (0, 0): ["call_a", "weather", '{"city": "Oslo"}'],
+        (0, 1): ["call_b", "time", "{}"],
+        (1, 0): ["call_c", "time", "{}"],
+    }
+    ends = [c["finish_reason"] for chunk in chunks for c in chunk["choices"]]
+    assert [end for end in ends if end] == ["tool_calls", "tool_calls"]

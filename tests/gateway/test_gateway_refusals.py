@@ -130,15 +130,41 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "options, no stream": ({"stream": False, "stream_options": {"include_usage": True}},
                            "stream_options", "invalid_value"),
 }  # fmt: skip
+WRONG |= {
+    "tools object": ({"tools": {}}, "tools", "invalid_type"),
+    "tool number": ({"tools": [1]}, "tools[0]", "invalid_type"),
+    "tool kind": ({"tools": [{"type": "custom"}]}, "tools[0].type", "invalid_value"),
+    "tool bare": ({"tools": [{"type": "function"}]}, "tools[0].function",
+                  "missing_required_parameter"),
+    "tool name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
+                  "tools[0].function.name", "invalid_value"),
+    "tool twice": ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2},
+                   "tools[1].function.name", "invalid_value"),
+    "129 tools": ({"tools": [{"type": "function", "function": {"name": f"f{i}"}}
+                             for i in range(129)]}, "tools", "array_above_max_length"),
+    "tool surrogate": ({"tools": [{"type": "function", "function": {
+        "name": "a", "parameters": {"description": "\ud800"}}}]},
+        "tools[0].function.parameters", "invalid_value"),
+    "choice word": ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
+    "choice kind": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type",
+                    "invalid_value"),
+    "choice unknown": ({"tool_choice": {"type": "function", "function": {"name": "b"}}},
+                       "tool_choice.function.name", "invalid_value"),
+    "required without tools": ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    "parallel text": ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "invalid_type"),
+    "variables list": ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type"),
+    "continued, new turn": ({"continue_final_message": True, "add_generation_prompt": True},
+                            "add_generation_prompt", "invalid_value"),
+    "no new turn": ({"add_generation_prompt": False}, "add_generation_prompt", "invalid_value"),
+    "17 pairs": ({"metadata": {str(i): "x" for i in range(17)}}, "metadata",
+                 "array_above_max_length"),
+}  # fmt: skip
 UNSERVED: dict[str, dict[str, Any]] = {
-    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    "tool_choice": {"tool_choice": "required"},
     "functions": {"functions": [{"name": "f"}]},
     "function_call": {"function_call": {"name": "f"}},
     "audio": {"audio": {"voice": "x"}},
     "modalities": {"modalities": ["text", "audio"]},
     "prediction": {"prediction": {"type": "content", "content": "x"}},
-    "continue_final_message": {"continue_final_message": True},
     "chat_template": {"chat_template": "x"},
 }
 

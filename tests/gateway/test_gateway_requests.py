@@ -162,8 +162,6 @@ async def test_harmless_values_of_unserved_fields_are_taken(system: System) -> N
         tools=[], tool_choice="none", response_format={"type": "text"},
         modalities=["text"], parallel_tool_calls=False, skip_special_tokens=True,
     )  # fmt: skip
-    await sent(system, {"role": "user", "content": "x"}, tools=[{"type": "function"}],
-               tool_choice="none")  # fmt: skip
 
 
 async def test_pictures_and_text_keep_their_order_in_any_turn(system: System) -> None:
@@ -303,7 +301,7 @@ async def test_an_embedding_that_says_it_is_huge_is_a_413_before_it_is_built(
         ("/etc/hostname", "invalid_image_url"),
         ("file:///etc/hostname", "invalid_image_url"),
         ("http://127.0.0.1:9/x.png", "invalid_image_url"),
-        ("HTTPS://example.org/x.png", "invalid_image_url"),
+        ("HTTPS://10.0.0.1/x.png", "invalid_image_url"),
         ("data:image/png;base64,", "empty_image_file"),
         ("data:image/png;base64,@@@@", "invalid_base64_image"),
         ("data:image/png;base64,\u00e9", "invalid_base64_image"),
@@ -400,3 +398,53 @@ async def test_a_mismatched_encoder_is_the_callers_fault_only_for_the_callers_em
         answer = await system.ask(messages=[user(picture(), embeds(npy_file(rows())))])
         assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
         assert answer.json()["error"]["code"] == "encoder_mismatch"
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "strict": True, "parameters": {"type": "object"}},
+}
+
+
+async def test_tools_arrive_with_the_choice_among_them(system: System) -> None:
+    message = {"role": "user", "content": "x"}
+    named = {"type": "function", "function": {"name": "weather"}}
+    choices = {None: "", "none": "none", "auto": "auto", "required": "required"}
+    for choice, expected in choices.items():
+        got = (await sent(system, message, tools=[WEATHER], tool_choice=choice)).message.tools
+        assert [json.loads(one) for one in got.tools_json] == [WEATHER]
+        assert got.tool_choice == expected
+        assert not got.HasField("parallel_tool_calls")
+    got = (
+        await sent(system, message, tools=[WEATHER], tool_choice=named, parallel_tool_calls=False)
+    ).message.tools
+    assert (got.tool_choice, got.parallel_tool_calls) == ("function:weather", False)
+    assert got.HasField("parallel_tool_calls")
+
+
+@pytest.mark.parametrize("content", ["absent", None, [], "", "I look it up."])
+@pytest.mark.parametrize("answer", ["rain", [{"type": "text", "text": "rain"}]])
+@pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', "{"])
+async def test_turns_with_tool_calls_arrive_as_they_were(
+    system: System, content: Any, answer: Any, arguments: str
+) -> None:
+    call = {"id": "call_1", "type": "function",
+            "function": {"name": "weather", "arguments": arguments}}  # fmt: skip
+    turn: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+    if content == "absent":
+        del turn["content"]
+    told = {"role": "tool", "tool_call_id": "call_1", "content": answer}
+    got = (await sent(system, {"role": "user", "content": "x"}, turn, told)).message.messages
+    (made,) = got[1].tool_calls
+    assert (made.id, made.name, made.arguments_json) == ("call_1", "weather", arguments)
+    assert (got[2].tool_call_id, got[2].parts[0].text) == ("call_1", "rain")
+
+
+async def test_variables_and_a_message_to_continue_arrive(system: System) -> None:
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
+    got = await sent(
+        system, *turns, continue_final_message=True, add_generation_prompt=False,
+        chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+    assert got.message.continue_final_message
+    assert json.loads(got.message.chat_template_variables_json) == {"enable_thinking": False}

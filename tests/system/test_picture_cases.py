@@ -100,6 +100,7 @@ async def test_a_picture_smaller_than_a_patch_is_enlarged_and_takes_tokens(
 async def test_a_picture_too_thin_to_scale_is_refused_by_its_place(grids: Three, way: Way) -> None:
     told = await refused(grids, way, [user(plain(201, 1), "?")])
     assert "1 x 201" in told.message
+    assert told.code == ("image_too_small" if way == "http" else "IMAGE_INVALID")
     assert told.place is not None
     assert told.place.startswith(url("image_url") if way == "http" else field("image"))
 

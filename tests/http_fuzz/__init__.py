@@ -1,0 +1,1 @@
+"""Requests made from the OpenAPI document, sent to a real gateway before a scripted LLM service."""
