@@ -86,7 +86,7 @@ $(STAMP): pyproject.toml hatch_build.py llm_service/engine/native/rows.c llm_ser
 	@touch $(STAMP)
 	@echo "== installed"
 
-$(CLIENTS)/.newest $(CLIENTS)/.older: $(CLIENTS)/.%: tests/clients/requirements/%.txt $(STAMP)
+$(CLIENTS)/.newest $(CLIENTS)/.older: $(CLIENTS)/.%: tests/clients/requirements/%.txt | $(STAMP)
 	@echo "== clients in $(CLIENTS)/$*"
 	@$(BIN)/python -m venv --clear $(CLIENTS)/$*
 	@$(CLIENTS)/$*/bin/python -m pip install -q -r $<

@@ -77,10 +77,12 @@ def as_deltas(deltas: Sequence[Delta], calls: Sequence[Calls] = ()) -> Answer:
 
 
 def rests_of(calls: Sequence[Calls]) -> Iterator[Answer]:
-    """Text at the end of a choice that might have begun a call, and did not."""
+    """The ends of choices that might have gone on otherwise, and did not."""
     for choice, one in enumerate(calls):
-        if rest := one.close():
-            deltas = [_S.Delta(choice_index=choice, text=rest)]
+        text, called = one.close()
+        if text or called:
+            told = [_as_call_delta(delta) for delta in called]
+            deltas = [_S.Delta(choice_index=choice, text=text, tool_calls=told)]
             yield wire.plain(_S.GenerateResponse(delta=_S.DeltaBatch(deltas=deltas)))
 
 
@@ -93,12 +95,12 @@ def _as_call_delta(delta: CallDelta) -> llm_service_pb2.ToolCallDelta:
 def _as_choice(one: Finished, calls: Calls | None) -> llm_service_pb2.FinishedChoice:
     """The end of a choice. A call that has no end was cut, by whatever it was."""
     reason = _REASONS[one.reason]
-    whole = [] if calls is None else calls.whole
+    made = [] if calls is None else calls.made
     if calls is not None and calls.cut:
         reason = _S.FINISH_REASON_LENGTH
-    elif whole and reason == _S.FINISH_REASON_STOP:
+    elif made and reason == _S.FINISH_REASON_STOP:
         reason = _S.FINISH_REASON_TOOL_CALLS
-    told = [_S.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments) for c in whole]
+    told = [_S.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments) for c in made]
     return _S.FinishedChoice(choice_index=one.choice, reason=reason, tool_calls=told)
 
 

@@ -82,8 +82,15 @@ class Work:
     sampling: SamplingParams
     choices: int = 1
     constraint: Constraint | None = None
-    # Whether an answer may hold tool calls.
-    calls: bool = False
+    # Tools that an answer may call.
+    tools: Tools | None = None
+
+    def parsers(self) -> list[Calls]:
+        """What tells the calls of each choice from its text; none where there are none."""
+        if self.tools is None:
+            return []
+        forced = self.tools.choice != "auto"
+        return [Calls(forced=forced) for _ in range(self.choices)]
 
 
 class LlmServicer:
@@ -152,7 +159,7 @@ class LlmServicer:
             ready = await self._pictures.fetch(measured, asked)
             self._count(layout, ready)
             prompt = as_prompt(layout, ready, salt)
-            work = Work(prompt, sampling, choices, constraint, calls=offered is not None)
+            work = Work(prompt, sampling, choices, constraint, tools=offered)
             async for answer in self._run(call, work, layout, asked, ready, clock):
                 yield answer
 
@@ -370,7 +377,7 @@ class LlmServicer:
         try:
             await call.accept()
             ends: dict[int, Finished] = {}
-            calls = [Calls() for _ in range(work.choices if work.calls else 0)]
+            calls = work.parsers()
             while len(ends) < work.choices:
                 deltas, ended = gathered(await mailbox.take())
                 ends |= ended
@@ -392,13 +399,21 @@ class LlmServicer:
             self._metrics.first_token_seconds.observe(clock.first_token - clock.arrived)
 
 
+# Clients know an overflow by these words of OpenAI's: litellm, langchain-openai.
+_EXCEEDING = "Input tokens exceed the configured limit. "
+
+
+def _maximum(context_length: int) -> str:
+    return f"This model's maximum context length is {context_length} tokens"
+
+
 def check_text(least_tokens: int, context_length: int) -> None:
     """Raises CONTEXT_LENGTH_EXCEEDED for messages that cannot fit, before they are tokenized."""
     if least_tokens > context_length:
         raise ChiasmError(
             Reason.CONTEXT_LENGTH_EXCEEDED,
-            f"The model's context holds {context_length} tokens, but the messages have at least "
-            f"{least_tokens}. Shorten the messages.",
+            f"{_EXCEEDING}{_maximum(context_length)}, but the messages "
+            f"have at least {least_tokens}. Shorten the messages.",
             "messages",
         )
 
@@ -410,9 +425,10 @@ def check_length(layout: Layout, max_token_count: int, context_length: int) -> N
     """
     prompt, wanted = len(layout.token_ids), max_token_count or 1
     if prompt + wanted > context_length:
+        exceeding = _EXCEEDING if prompt >= context_length else ""
         raise ChiasmError(
             Reason.CONTEXT_LENGTH_EXCEEDED,
-            f"The model's context holds {context_length} tokens, but the messages have {prompt} "
+            f"{exceeding}{_maximum(context_length)}, but the messages have {prompt} "
             f"({layout.image_token_count} of them pictures) and the answer may take {wanted}. "
             "Shorten the messages, send fewer pictures or ask for fewer tokens.",
             "messages",

@@ -11,7 +11,7 @@ from chiasm.rpc import limits
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # https://www.w3.org/TR/trace-context/#traceparent-header; later versions may go on after a dash.
 _TRACE_PARENT = re.compile(
-    r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}"
+    r"(?!ff)(?P<version>[0-9a-f]{2})-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}"
     r"-[0-9a-f]{2}(?P<more>-[\x20-\x7e]{0,200})?"
 )
 

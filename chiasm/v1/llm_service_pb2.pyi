@@ -845,7 +845,9 @@ class FinishedChoice(_message.Message):
     """Why it ended."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Tool calls of the answer, whole."""
+        """Tool calls of the answer. Where it was cut within the last of them, the reason is LENGTH and the
+        arguments of that one are the beginning of JSON.
+        """
 
     def __init__(
         self,

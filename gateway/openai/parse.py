@@ -226,12 +226,7 @@ def _refuse_unserved(request: ChatRequest) -> None:
     given |= request.model_extra or {}
     for name, harmless in _HARMLESS.items():
         value = given.get(name)
-        if value is None or harmless(value) or (name == "tools" and _kept_from_tools(request)):
+        if value is None or harmless(value):
             continue
         text = f"This version does not serve {name} with that value; leave it out."
         raise ChiasmError(Reason.UNSUPPORTED, text, name)
-
-
-def _kept_from_tools(request: ChatRequest) -> bool:
-    """Tools that may not be called change nothing."""
-    return bool(request.tool_choice == "none")

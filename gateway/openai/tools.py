@@ -17,11 +17,21 @@ _MODES: Final = ("none", "auto", "required")
 _OF_A_TOOL: Final = re.compile(r"^tools\.tools_json\[(\d+)\]")
 # The kind of tool that OpenAI's own servers run, and no other does.
 _FUNCTION_ONLY: Final = "Tools are of the type function; leave others out."
+_ONE_FUNCTION: Final = (
+    "A choice that is an object has the type function and names one; to allow some tools only, "
+    "send no others."
+)
 
 
 def _function_only(value: Any) -> Any:
     if isinstance(value, str) and value != "function":
         raise PydanticCustomError("tool_kind", _FUNCTION_ONLY)
+    return value
+
+
+def _one_function(value: Any) -> Any:
+    if isinstance(value, str) and value != "function":
+        raise PydanticCustomError("tool_kind", _ONE_FUNCTION)
     return value
 
 
@@ -54,7 +64,7 @@ class Named(Body):
 class NamedChoice(Body):
     """The one function that is to be called."""
 
-    type: Kind
+    type: Annotated[Literal["function"], BeforeValidator(_one_function)]
     function: Named
 
 

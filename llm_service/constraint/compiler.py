@@ -128,9 +128,16 @@ class Compiler:
 
     async def _tried(self, requested: Requested, vocabulary: Vocabulary) -> _Outcome:
         try:
-            fault = await self._trial.fault_of(requested.grammar)
-        except TrialFailed:
-            telemetry.logger().warning("a constraint was given up", field=requested.field)
+            fault = await self._fault_of(requested)
+        except TrialFailed as error:
+            telemetry.logger().warning(
+                "a constraint was given up", field=requested.field, why=str(error)
+            )
+            if error.blameless:
+                text = "The form could not be compiled in time; try again shortly."
+                raise ChiasmError(
+                    Reason.QUEUE_FULL, text, requested.field, _RETRY_SECONDS
+                ) from None
             # For a while only: it may have been the machine's fault.
             until = time.monotonic() + _GIVEN_UP_SECONDS
             _keep(self._given_up, requested.digest, until, self._limits.kept)
@@ -139,6 +146,15 @@ class Compiler:
             return _told(fault, requested)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, compiled, requested, vocabulary)
+
+    async def _fault_of(self, requested: Requested) -> str:
+        """What the trial says; tried twice where the first failure was not the grammar's."""
+        try:
+            return await self._trial.fault_of(requested.grammar)
+        except TrialFailed as error:
+            if not error.blameless:
+                raise
+        return await self._trial.fault_of(requested.grammar)
 
 
 def _keep(kept: "OrderedDict[bytes, _Kept]", digest: bytes, outcome: _Kept, count: int) -> None:

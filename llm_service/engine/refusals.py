@@ -16,8 +16,9 @@ class PromptTooLong(ChiasmError):
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
             Reason.CONTEXT_LENGTH_EXCEEDED,
-            f"The prompt has {prompt_tokens} tokens; prompt and answer together may have {limit}. "
-            "Shorten the messages or send fewer images.",
+            f"Input tokens exceed the configured limit. This model's maximum context length is "
+            f"{limit} tokens, but the messages have {prompt_tokens} and the answer needs one. "
+            "Shorten the messages or send fewer pictures.",
             "messages",
         )
 

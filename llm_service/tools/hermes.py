@@ -4,6 +4,7 @@ The answer kept the grammar of `tools.grammar`, so each call begins and goes on 
 only its end may be missing, where the answer was cut.
 """
 
+import json
 import re
 import secrets
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Call:
-    """A whole call; `arguments` is JSON text."""
+    """A call; `arguments` is JSON text, and the beginning of one where the answer was cut."""
 
     id: str
     name: str
@@ -40,10 +41,12 @@ class Call:
 
 
 class Calls:
-    """Tells the calls of one answer from its text."""
+    """Tells the calls of one answer from its text. `forced`: it is calls and nothing else."""
 
-    def __init__(self) -> None:
-        self.whole: list[Call] = []
+    def __init__(self, *, forced: bool = False) -> None:
+        # The last may be cut: see `cut`.
+        self.made: list[Call] = []
+        self._forced = forced
         self._state: Literal["text", "head", "arguments"] = "text"
         self._held = ""
         self._id = self._name = ""
@@ -63,11 +66,21 @@ class Calls:
             pass
         return "".join(texts), deltas
 
-    def close(self) -> str:
-        """The rest that is text; a call that was cut has none."""
-        rest = self._held if self._state == "text" and not self.whole else ""
-        self._held = ""
-        return rest
+    def close(self) -> tuple[str, list[CallDelta]]:
+        """The rest, as `push` gives it: a mark that never was whole is text, unless forced."""
+        held, self._held = self._held, ""
+        if self._state == "arguments":
+            return "", self._cut(held)
+        is_text = self._state == "text" and not self.made and not self._forced
+        return held if is_text else "", []
+
+    def _cut(self, held: str) -> list[CallDelta]:
+        """The end of arguments that were cut: what was held back may be theirs, or the end's."""
+        arguments, rest = "".join(self._arguments), ""
+        if held == "}" and not _is_json(arguments):
+            rest = held
+        self.made.append(Call(self._id, self._name, arguments + rest))
+        return [CallDelta(len(self.made) - 1, None, None, rest)] if rest else []
 
     def _step(self, texts: list[str], deltas: list[CallDelta]) -> bool:
         match self._state:
@@ -84,12 +97,12 @@ class Calls:
             keep = _overlap(before, OPEN)
             # Between calls stands a newline that is no answer.
             certain = before[: len(before) - keep]
-            if self.whole and not certain.strip():
+            if self.made and not certain.strip():
                 return False
             texts.append(certain)
             self._held = before[len(before) - keep :]
             return False
-        if not (self.whole and not before.strip()):
+        if not (self.made and not before.strip()):
             texts.append(before)
         self._held, self._state = after, "head"
         return True
@@ -101,7 +114,7 @@ class Calls:
         self._held, self._state = self._held[head.end() :], "arguments"
         self._id, self._name = f"call_{secrets.token_hex(12)}", head["name"]
         self._arguments = []
-        deltas.append(CallDelta(len(self.whole), self._id, self._name, ""))
+        deltas.append(CallDelta(len(self.made), self._id, self._name, ""))
         return True
 
     def _read_arguments(self, deltas: list[CallDelta]) -> bool:
@@ -110,12 +123,20 @@ class Calls:
         new, self._held = before[: len(before) - keep], before[len(before) - keep :]
         if new:
             self._arguments.append(new)
-            deltas.append(CallDelta(len(self.whole), None, None, new))
+            deltas.append(CallDelta(len(self.made), None, None, new))
         if not found:
             return False
-        self.whole.append(Call(self._id, self._name, "".join(self._arguments)))
+        self.made.append(Call(self._id, self._name, "".join(self._arguments)))
         self._held, self._state = after, "text"
         return True
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _overlap(text: str, sought: str) -> int:

@@ -163,6 +163,8 @@ def test_a_text_beyond_the_context_is_told_as_such() -> None:
     for stream in (False, True):
         with pytest.raises(litellm.ContextWindowExceededError):
             ask(messages=text_message(FACTS.too_long), stream=stream)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        ask(messages=COUNT, max_tokens=FACTS.context_length)
 
 
 def test_pictures_are_embedded() -> None:

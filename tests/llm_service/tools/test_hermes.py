@@ -43,7 +43,10 @@ def read(parts: list[str]) -> tuple[str, Calls, dict[int, tuple[str, str]]]:
             assert (delta.name is None) == (delta.index in told)
             assert (delta.id is None) == (delta.index in told)
             told[delta.index] = (name, arguments + delta.arguments)
-    return "".join(texts) + calls.close(), calls, told
+    rest, deltas = calls.close()
+    for delta in deltas:
+        told[delta.index] = (told[delta.index][0], told[delta.index][1] + delta.arguments)
+    return "".join(texts) + rest, calls, told
 
 
 @given(TEXTS, CALLS, st.lists(st.integers(0, 10_000), max_size=12))
@@ -53,19 +56,35 @@ def test_calls_and_text_are_the_same_however_they_are_cut(
     said, parser, told = read(pieces(text + written(calls), cuts))
     assert said == text
     assert not parser.cut
-    assert [(one.name, json.loads(one.arguments)) for one in parser.whole] == calls
+    assert [(one.name, json.loads(one.arguments)) for one in parser.made] == calls
     assert [(name, json.loads(arguments)) for name, arguments in told.values()] == calls
-    assert len({one.id for one in parser.whole}) == len(calls)
+    assert len({one.id for one in parser.made}) == len(calls)
 
 
 @given(TEXTS, st.lists(st.integers(0, 100), max_size=6))
 def test_text_without_calls_is_all_text(text: str, cuts: list[int]) -> None:
     said, parser, told = read(pieces(text, cuts))
-    assert (said, parser.whole, told) == (text, [], {})
+    assert (said, parser.made, told) == (text, [], {})
 
 
-def test_a_call_that_was_cut_is_no_text() -> None:
-    whole = "Well. " + written([("weather", {"city": "Oslo"})])
+ARGUMENTS = '{"city": {"name": "Oslo}"}}'
+
+
+def test_a_call_that_was_cut_has_what_came_of_its_arguments() -> None:
+    head = 'Well. <tool_call>\n{"name": "weather", "arguments": '
+    whole = head + ARGUMENTS + "}\n</tool_call>"
     for end in range(len("Well. <tool_call>"), len(whole)):
-        said, parser, _ = read([whole[:end]])
-        assert (said, parser.cut, parser.whole) == ("Well. ", True, [])
+        said, parser, told = read([whole[:end]])
+        assert (said, parser.cut) == ("Well. ", True)
+        expected = ARGUMENTS if end > len(head) + len(ARGUMENTS) else whole[len(head) : end]
+        assert [one.arguments for one in parser.made] == ([expected] if end >= len(head) else [])
+        assert [arguments for _, arguments in told.values()] == [
+            one.arguments for one in parser.made
+        ]
+
+
+def test_a_mark_that_was_cut_is_text_unless_a_call_was_forced() -> None:
+    for forced, expected in ((False, "<tool_c"), (True, "")):
+        calls = Calls(forced=forced)
+        assert calls.push("<tool_c") == ("", [])
+        assert calls.close() == (expected, [])

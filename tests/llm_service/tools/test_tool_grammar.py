@@ -98,8 +98,8 @@ def test_once_opened_a_call_is_one_of_the_functions(seed: int) -> None:
     walk.goes_on_to_the_end_of_a_call(dice)
     calls = Calls()
     said, _ = calls.push(walk.text.decode())
-    assert (said, len(calls.whole), calls.cut) == ("I shall <look. ", 2, False)
-    for call in calls.whole:
+    assert (said, len(calls.made), calls.cut) == ("I shall <look. ", 2, False)
+    for call in calls.made:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
