@@ -347,6 +347,8 @@ def _template_call(call: PastCall, spelled: _StandIns) -> dict[str, Any]:
     """Arguments as an object, where they are one: templates write it as JSON."""
     try:
         arguments = json.loads(call.arguments)
+        # An escape may spell half a character, which no tokenizer takes.
+        json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

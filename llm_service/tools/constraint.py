@@ -5,8 +5,8 @@ from chiasm.v1 import llm_service_pb2
 from llm_service.constraint.compiler import Compiler
 from llm_service.constraint.json_schema import ANY_OBJECT
 from llm_service.constraint.matcher import GrammarConstraint
-from llm_service.tools.grammar import grammar_of, loose_grammar_of
-from llm_service.tools.offered import Tools
+from llm_service.tools.grammar import arguments_of, grammar_of
+from llm_service.tools.offered import Function, Tools
 
 
 class ToolConstraints:
@@ -24,14 +24,31 @@ class ToolConstraints:
         """
         answer = _answer_of(wanted) if tools.choice == "auto" else None
         limits = self._compiler.limits
+        loose = {one.name for one in tools.functions if not await self._enforceable(one)}
         try:
-            requested = grammar_of(tools, limits, answer)
+            requested = grammar_of(tools, limits, answer, loose)
             return await self._compiler.enforce(requested, ignore_eos=ignore_eos)
         except ChiasmError as error:
-            loose = loose_grammar_of(tools, limits, answer)
-            if loose is None or error.reason is Reason.QUEUE_FULL:
+            strict = any(one.strict for one in tools.functions)
+            if strict or error.reason is Reason.QUEUE_FULL:
                 raise
-        return await self._compiler.enforce(loose, ignore_eos=ignore_eos)
+        every = {one.name for one in tools.functions}
+        requested = grammar_of(tools, limits, answer, every)
+        return await self._compiler.enforce(requested, ignore_eos=ignore_eos)
+
+    async def _enforceable(self, function: Function) -> bool:
+        """Whether arguments can be held to the schema; raises where they must be.
+
+        Each schema is tried alone: within the whole, where a call is far from the beginning, one
+        that no text keeps would be found only when an answer has come that far.
+        """
+        try:
+            await self._compiler.enforce(arguments_of(function, self._compiler.limits))
+        except ChiasmError as error:
+            if function.strict or error.reason is Reason.QUEUE_FULL:
+                raise
+            return False
+        return True
 
 
 def _answer_of(wanted: llm_service_pb2.OutputConstraint | None) -> str | None:

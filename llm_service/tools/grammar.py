@@ -1,7 +1,7 @@
 """The grammar of an answer that may call tools. Pure; raises ChiasmError."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from chiasm.errors import ChiasmError, Reason
@@ -22,30 +22,31 @@ _JSON_OPTIONS: Final = {
 _ANY_ARGUMENTS: Final = {"type": "object"}
 
 
-def grammar_of(tools: Tools, limits: ConstraintLimits, answer: str | None = None) -> Requested:
+def grammar_of(
+    tools: Tools,
+    limits: ConstraintLimits,
+    answer: str | None = None,
+    loose: Collection[str] = (),
+) -> Requested:
     """What an answer keeps that may, or must, call one of `tools`.
 
     Args:
         answer: the schema of an answer without a call, as JSON text; None for free text.
+        loose: names of functions whose arguments are any object.
 
-    Raises UNSUPPORTED or REQUEST_INVALID for a strict function whose schema cannot be enforced. Of
-    one that is not strict, arguments are then any object.
+    Raises UNSUPPORTED or REQUEST_INVALID for a schema that cannot be enforced.
     """
-    schemas = [_schema_of(one, limits) for one in tools.functions]
+    schemas = [
+        dict(_ANY_ARGUMENTS) if one.name in loose else _schema_of(one, limits)
+        for one in tools.functions
+    ]
     return _requested(tools, schemas, None if answer is None else _exact(answer, limits))
 
 
-def loose_grammar_of(
-    tools: Tools, limits: ConstraintLimits, answer: str | None
-) -> Requested | None:
-    """As `grammar_of` with any objects for arguments, where the whole takes too much to enforce.
-
-    None where a function is strict.
-    """
-    if any(one.strict for one in tools.functions):
-        return None
-    schemas: list[dict[str, Any]] = [dict(_ANY_ARGUMENTS) for _ in tools.functions]
-    return _requested(tools, schemas, None if answer is None else _exact(answer, limits))
+def arguments_of(function: Function, limits: ConstraintLimits) -> Requested:
+    """The grammar of one function's arguments alone, and their field. Raises as `grammar_of`."""
+    schema = _schema_of(function, limits) | {"x-guidance": _JSON_OPTIONS}
+    return Requested(wrapped({"json_schema": schema}), f"{function.place}.function.parameters")
 
 
 def _requested(
@@ -89,8 +90,6 @@ def _schema_of(function: Function, limits: ConstraintLimits) -> dict[str, Any]:
     try:
         return _exact(json.dumps(function.parameters), limits)
     except ChiasmError as error:
-        if not function.strict:
-            return dict(_ANY_ARGUMENTS)
         place = f"{function.place}.function.parameters"
         raise ChiasmError(error.reason, error.message, place) from None
 

@@ -260,8 +260,11 @@ async def test_a_template_shows_tools_calls_and_answers_as_transformers_does(
     assert tokenizer.convert_tokens_to_ids("<image>") not in ids
 
 
-async def test_broken_arguments_in_a_past_call_are_text(channel: grpc.aio.Channel) -> None:
-    call = _S.ToolCall(id="call_1", name="weather", arguments_json="{")
+@pytest.mark.parametrize("arguments", ["{", '{"a": "\\ud800"}', "[1]", ""])
+async def test_broken_arguments_in_a_past_call_are_text(
+    channel: grpc.aio.Channel, arguments: str
+) -> None:
+    call = _S.ToolCall(id="call_1", name="weather", arguments_json=arguments)
     messages = [text("USER", "Weather?"), _S.Message(role=_S.ROLE_ASSISTANT, tool_calls=[call]),
                 text("TOOL", "rain", tool_call_id="call_1")]  # fmt: skip
     (one,) = await said(channel, asking(WEATHER, messages=messages,
@@ -320,6 +323,28 @@ async def test_tools_are_refused_with_the_field_at_fault(
         await said(channel, request)
     assert raised.value.field == field
     assert raised.value.reason in {Reason.REQUEST_INVALID, Reason.UNSUPPORTED}
+
+
+CYCLE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/A"}},
+    "required": ["a"],
+    "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}},
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_a_schema_that_no_text_keeps_is_found_before_an_answer_begins(
+    channel: grpc.aio.Channel, choice: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": CYCLE}}
+    sampling = {"temperature": 1.0, "seed": 2, "max_token_count": 60}
+    (one,) = await said(channel, asking(tool, choice=choice, sampling=sampling))
+    assert one.reason in {"TOOL_CALLS", "LENGTH"}
+    strict = {"type": "function", "function": {"name": "a", "strict": True, "parameters": CYCLE}}
+    with pytest.raises(ChiasmError) as raised:
+        await said(channel, asking(strict, choice=choice, sampling=sampling))
+    assert raised.value.field == "tools.tools_json[0].function.parameters"
 
 
 async def test_what_cannot_be_enforced_is_any_object_unless_it_is_strict(
