@@ -5,18 +5,18 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from chiasm import telemetry
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
+from gateway.http.answering import as_stream, as_whole
 from gateway.http.body import BodyBudget, read_body, unless_gone
-from gateway.http.events import DONE, EventStream, event
+from gateway.http.events import DONE, event
 from gateway.http.observed import Exchange, exchange_of
-from gateway.http.timing import server_timing
 from gateway.llm import Answers, Card, Llm
 from gateway.metrics import GatewayMetrics
-from gateway.openai.answer import Chunks, Form, Head, Json, Whole, stages_of
+from gateway.openai.answer import Chunks, Form, Head, Json, Whole
 from gateway.openai.errors import error_body
 from gateway.openai.parse import Parsed, parse_body
 from gateway.openai.translate import Places, check_model, translate
@@ -61,11 +61,9 @@ class Chat:
         exchange = exchange_of(request.scope)
         accepted = await self._accepted(request, exchange)
         if accepted.stream:
-            waited = server_timing({"accept": (time.monotonic() - exchange.began) * 1000})
-            seconds = self._settings.keep_alive_seconds
-            return EventStream(_events(accepted, exchange), waited, keep_alive_seconds=seconds)
-        body = await unless_gone(request.receive, _gather(accepted, exchange))
-        return JSONResponse(body, headers=server_timing(stages_of(body)))
+            events = _events(accepted, exchange)
+            return as_stream(request, events, self._settings.keep_alive_seconds)
+        return await as_whole(request, _gather(accepted, exchange))
 
     async def _accepted(self, request: Request, exchange: Exchange) -> Accepted:
         # The request's text and pictures end with this call: an answer may take minutes.
@@ -94,7 +92,7 @@ class Chat:
                     asked.wired,
                     request_id=exchange.request_id,
                     tenant=exchange.tenant,
-                    seconds=self._seconds_left(exchange),
+                    seconds=exchange.seconds_left(self._settings.request_timeout_seconds),
                 )
             except ChiasmError as error:
                 raise told_error(error, asked.places) from error
@@ -107,10 +105,6 @@ class Chat:
             card = await self._llm.card(request_id, max_age=_RECHECK_SECONDS)
         check_model(model, card)
         return card
-
-    def _seconds_left(self, exchange: Exchange) -> float:
-        spent = time.monotonic() - exchange.began
-        return max(self._settings.request_timeout_seconds - spent, 0.001)
 
 
 async def _gather(accepted: Accepted, exchange: Exchange) -> Json:

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from chiasm import telemetry, wire
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
 from chiasm.v1 import llm_service_pb2
+from gateway.http.answering import as_stream, as_whole
 from gateway.http.body import BodyBudget, read_body, unless_gone
-from gateway.http.events import DONE, EventStream, event
+from gateway.http.events import DONE, event
 from gateway.http.observed import Exchange, exchange_of
-from gateway.http.timing import server_timing
 from gateway.llm import Answers, Card, Llm
 from gateway.metrics import GatewayMetrics
-from gateway.openai.answer import Json, stages_of
+from gateway.openai.answer import Json
 from gateway.openai.completions import Chunks, Completion, Whole, completion_of
 from gateway.openai.errors import error_body
 from gateway.openai.parse import read_json
@@ -65,11 +65,9 @@ class Completions:
         exchange = exchange_of(request.scope)
         accepted = await self._accepted(request, exchange)
         if accepted.completion.request.stream:
-            waited = server_timing({"accept": (time.monotonic() - exchange.began) * 1000})
-            seconds = self._settings.keep_alive_seconds
-            return EventStream(_events(accepted, exchange), waited, keep_alive_seconds=seconds)
-        body = await unless_gone(request.receive, _gather(accepted, exchange))
-        return JSONResponse(body, headers=server_timing(stages_of(body)))
+            events = _events(accepted, exchange)
+            return as_stream(request, events, self._settings.keep_alive_seconds)
+        return await as_whole(request, _gather(accepted, exchange))
 
     async def _accepted(self, request: Request, exchange: Exchange) -> Accepted:
         # The request's text ends with this call: an answer may take minutes.
@@ -88,13 +86,12 @@ class Completions:
         return Accepted(completion, await _all(asking))
 
     async def _ask_one(self, completion: Completion, number: int, exchange: Exchange) -> Answers:
-        spent = time.monotonic() - exchange.began
         try:
             return await self._llm.generate(
                 wire.plain(completion.asked(number)),
                 request_id=exchange.request_id,
                 tenant=exchange.tenant,
-                seconds=max(self._settings.request_timeout_seconds - spent, 0.001),
+                seconds=exchange.seconds_left(self._settings.request_timeout_seconds),
             )
         except ChiasmError as error:
             raise completion.told(error, number) from error

@@ -5,7 +5,6 @@ The first takes JSON, or a safetensors body of one tensor a picture, and answers
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
@@ -196,8 +195,7 @@ class ImageEmbeddings:
         return await self._card_of(model, exchange.request_id)
 
     def _how(self, exchange: Exchange) -> dict[str, Any]:
-        spent = time.monotonic() - exchange.began
-        left = max(self._settings.request_timeout_seconds - spent, 0.001)
+        left = exchange.seconds_left(self._settings.request_timeout_seconds)
         return {"request_id": exchange.request_id, "tenant": exchange.tenant, "seconds": left}
 
 

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chiasm import wire
 from chiasm.rpc import limits
-from chiasm.rpc.channel import LlmMethods, OpenStream
+from chiasm.rpc.channel import LlmMethods, Method, OpenStream, Request, Response
 from chiasm.v1 import llm_service_pb2
 
 Card = llm_service_pb2.LlmServiceGetModelResponse
@@ -37,11 +37,9 @@ class Llm:
     async def card(self, request_id: str, *, max_age: float = CARD_SECONDS) -> Card:
         """What is served, read at most `max_age` seconds ago. Raises ChiasmError."""
         if self._card is None or time.monotonic() - self._read_at > max_age:
-            answer = await LlmMethods.GET_MODEL.call(
-                self._channel,
-                wire.plain(llm_service_pb2.LlmServiceGetModelRequest()),
-                timeout=_CARD_TIMEOUT_SECONDS,
-                metadata=((limits.REQUEST_ID, request_id),),
+            request = wire.plain(llm_service_pb2.LlmServiceGetModelRequest())
+            answer = await self._call(
+                LlmMethods.GET_MODEL, request, request_id, _CARD_TIMEOUT_SECONDS
             )
             self._card, self._read_at = answer.message, time.monotonic()
         return self._card
@@ -61,9 +59,7 @@ class Llm:
     ) -> wire.Wired[llm_service_pb2.HoldEmbeddingResponse]:
         """Has the service hold a picture's features. Raises ChiasmError."""
         request.message.tenant = tenant
-        metadata = ((limits.REQUEST_ID, request_id),)
-        method = LlmMethods.HOLD_EMBEDDING
-        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+        return await self._call(LlmMethods.HOLD_EMBEDDING, request, request_id, seconds)
 
     async def pool(
         self,
@@ -75,9 +71,7 @@ class Llm:
     ) -> wire.Wired[llm_service_pb2.PoolImageResponse]:
         """One vector of a picture. Raises ChiasmError."""
         request.message.tenant = tenant
-        metadata = ((limits.REQUEST_ID, request_id),)
-        method = LlmMethods.POOL_IMAGE
-        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+        return await self._call(LlmMethods.POOL_IMAGE, request, request_id, seconds)
 
     async def tokenize(
         self,
@@ -89,9 +83,7 @@ class Llm:
     ) -> wire.Wired[llm_service_pb2.TokenizeResponse]:
         """The tokens of a text or a conversation. Raises ChiasmError."""
         request.message.tenant = tenant
-        metadata = ((limits.REQUEST_ID, request_id),)
-        method = LlmMethods.TOKENIZE
-        return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
+        return await self._call(LlmMethods.TOKENIZE, request, request_id, seconds)
 
     async def detokenize(
         self,
@@ -101,8 +93,16 @@ class Llm:
         seconds: float,
     ) -> wire.Wired[llm_service_pb2.DetokenizeResponse]:
         """The text of tokens. Raises ChiasmError."""
+        return await self._call(LlmMethods.DETOKENIZE, request, request_id, seconds)
+
+    async def _call(
+        self,
+        method: Method[Request, Response],
+        request: wire.Wired[Request],
+        request_id: str,
+        seconds: float,
+    ) -> wire.Wired[Response]:
         metadata = ((limits.REQUEST_ID, request_id),)
-        method = LlmMethods.DETOKENIZE
         return await method.call(self._channel, request, timeout=seconds, metadata=metadata)
 
     async def is_serving(self) -> bool:

@@ -1,25 +1,24 @@
 """`POST /v1/responses`: a chat by another name, without state."""
 
 import json
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from chiasm import telemetry
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason
 from gateway.chat import Chat, note, told_error
+from gateway.http.answering import as_stream, as_whole
 from gateway.http.body import BodyBudget, read_body, unless_gone
-from gateway.http.events import EventStream, event
+from gateway.http.events import event
 from gateway.http.observed import Exchange, exchange_of
-from gateway.http.timing import server_timing
 from gateway.llm import Answers
 from gateway.metrics import GatewayMetrics
-from gateway.openai.answer import Json, stages_of
+from gateway.openai.answer import Json
 from gateway.openai.errors import invalid
 from gateway.openai.parse import Parsed, checked, read_json
 from gateway.openai.pulled import Data, all_placed, pull
@@ -66,11 +65,9 @@ class Responses:
         exchange = exchange_of(request.scope)
         accepted = await self._accepted(request, exchange)
         if accepted.stream:
-            waited = server_timing({"accept": (time.monotonic() - exchange.began) * 1000})
-            seconds = self._settings.keep_alive_seconds
-            return EventStream(_events(accepted, exchange), waited, keep_alive_seconds=seconds)
-        body = await unless_gone(request.receive, _gather(accepted, exchange))
-        return JSONResponse(body, headers=server_timing(stages_of(body)))
+            events = _events(accepted, exchange)
+            return as_stream(request, events, self._settings.keep_alive_seconds)
+        return await as_whole(request, _gather(accepted, exchange))
 
     async def _accepted(self, request: Request, exchange: Exchange) -> Accepted:
         # The request's text and pictures end with this call: an answer may take minutes.

@@ -1,6 +1,5 @@
 """`POST /tokenize` and `POST /detokenize`, in the form that vLLM gave them."""
 
-import time
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -161,8 +160,7 @@ class Tokens:
         return await self._card_of(model, exchange.request_id)
 
     def _how(self, exchange: Exchange) -> Json:
-        spent = time.monotonic() - exchange.began
-        left = max(self._settings.request_timeout_seconds - spent, 0.001)
+        left = exchange.seconds_left(self._settings.request_timeout_seconds)
         return {"request_id": exchange.request_id, "seconds": left}
 
 

@@ -55,6 +55,10 @@ class Exchange:
     # Written by the route, read by the log line. Never holds content.
     notes: dict[str, object] = field(default_factory=dict)
 
+    def seconds_left(self, limit: float) -> float:
+        """Until the request has taken `limit` seconds; above 0, as a deadline must be."""
+        return max(limit - (time.monotonic() - self.began), 0.001)
+
     def tell(self, error: ChiasmError) -> None:
         limited = error.metadata.get("code") == CODE
         self.reason = "RATE_LIMIT" if limited else error.reason.value

@@ -58,8 +58,7 @@ def _requested(
 
 def _start(tools: Tools, answer: dict[str, Any] | None) -> list[str]:
     begin, between = json.dumps(OPEN), json.dumps("\n")
-    several = f"CALL ({between} CALL)*" if tools.parallel else "CALL"
-    several = several.replace("CALL", "call")
+    several = f"call ({between} call)*" if tools.parallel else "call"
     call = f"call: {begin} any_call"
     if tools.choice != "auto":
         return [f"start: {several}", call]
