@@ -1,5 +1,6 @@
 """Channels, and calls that send and receive `Wired` messages without copying tensors."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,12 @@ def told_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
 
 
+def _taken(reading: "asyncio.Future[Any]") -> None:
+    """Nobody waits for it any more, so nobody needs to hear how it ended."""
+    if not reading.cancelled():
+        reading.exception()
+
+
 class OpenStream(Generic[Response]):
     """A server stream in hand, for a caller that must know whether it was accepted before it reads.
 
@@ -101,8 +108,18 @@ class OpenStream(Generic[Response]):
         for received in self._first:
             yield self._read(received)
         with told_errors():
-            while (received := await self._call.read()) is not grpc.aio.EOF:
+            while (received := await self._next()) is not grpc.aio.EOF:
                 yield self._read(received)
+
+    async def _next(self) -> Any:
+        # A read that is cancelled leaves what the library has allocated for it behind; one whose
+        # call is cancelled comes to its end.
+        reading = asyncio.ensure_future(self._call.read())
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(_taken)
+            raise
 
     def cancel(self) -> None:
         """Ends the call at once, here and at the server; harmless after its end."""
