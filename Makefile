@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # One thread a matrix product: tests run many small models, and two cores are shared.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo up test unit chaos browser fuzz-http clients check format proto exactness train evaluate bench clean
+.PHONY: help demo up test unit chaos browser images images-test images-lock fuzz-http clients check format proto exactness train evaluate bench clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,13 +29,22 @@ test: unit ## Run all tests, with real servers on free ports.
 	$(TEST_ENV) $(BIN)/python -m pytest -m system
 
 unit: $(STAMP) ## Run the tests that need no whole system, two at a time.
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families and not chaos and not browser" -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not system and not families and not chaos and not browser and not images" -n 2
 
 chaos: $(STAMP) ## Kill, stop and restart services under load; prints figures (several minutes).
 	$(TEST_ENV) $(BIN)/python -m pytest -m chaos
 
 browser: $(STAMP) ## Try the page in a headless Chromium (Debian: apt install chromium).
 	$(TEST_ENV) $(BIN)/python -m pytest -m browser
+
+images: $(STAMP) ## Build the container images from the locks (buildah, mmdebstrap; docs/images.md).
+	$(BIN)/python -m deploy.images build $(IMAGES)
+
+images-test: $(STAMP) ## Run the images with podman: an answer, health, stopping, what is in them.
+	$(TEST_ENV) $(BIN)/python -m pytest -m images
+
+images-lock: $(STAMP) ## Lock the newest Debian and Python packages for the images.
+	$(BIN)/python -m deploy.images lock
 
 fuzz-http: $(STAMP) ## Send 10,000 requests made from the OpenAPI document (several minutes).
 	$(BIN)/python -m tests.http_fuzz

@@ -10,12 +10,12 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "ChiasmError", "Client", "Reason", "__version__"]
+__all__ = ["AsyncClient", "ChiasmError", "Client", "MutualTls", "Reason", "__version__"]
 
 
 def __getattr__(name: str) -> object:
     # Loaded on first use: a service that only wants `__version__` does not pay for the client.
-    if name in {"AsyncClient", "Client"}:
+    if name in {"AsyncClient", "Client", "MutualTls"}:
         from chiasm import client
 
         return getattr(client, name)

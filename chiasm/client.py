@@ -11,12 +11,12 @@ Every failure is a `chiasm.ChiasmError` with its reason, its field and, where a 
 `retry_after`.
 """
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,9 @@ from chiasm.conversation import (
 )
 from chiasm.errors import ChiasmError, Reason
 from chiasm.forms import Form
-from chiasm.rpc import limits
+from chiasm.rpc import limits, mtls
 from chiasm.rpc.channel import EncoderMethods, LlmMethods, open_channel, open_sync_channel
+from chiasm.rpc.secure_channel import ClientTls
 from chiasm.v1 import llm_service_pb2
 
 _S = llm_service_pb2
@@ -104,6 +105,49 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class MutualTls:
+    """How a client shows who it is, and whom it expects.
+
+    Files in PEM are read again when they change.
+
+    Attributes:
+        cert: the client's certificate with its chain.
+        key: its key, not encrypted.
+        ca: authorities that the services' certificates must come from.
+        llm: DNS name (SAN) in the LLM service's certificate, whatever address is dialled.
+        encoder: the same of the encoder's.
+    """
+
+    cert: Path
+    key: Path
+    ca: Path
+    llm: str = ""
+    encoder: str = ""
+
+
+class _Security:
+    """What the channels of one client need. Raises ValueError for files or names that cannot be."""
+
+    def __init__(self, wanted: MutualTls | None) -> None:
+        self._wanted = wanted
+        self._latest: Callable[[], mtls.Material] | None = None
+        if wanted is not None:
+            # Loads a library that plaintext does not need.
+            from chiasm.rpc.certificates import Certificates
+
+            files = mtls.Files(wanted.cert, wanted.key, wanted.ca)
+            self._latest = Certificates(files).looked
+
+    def of(self, service: Literal["llm", "encoder"]) -> ClientTls | None:
+        if self._wanted is None or self._latest is None:
+            return None
+        names = mtls.server_names(getattr(self._wanted, service))
+        if len(names) != 1:
+            raise ValueError(f"MutualTls.{service} is one DNS name of the service's certificate")
+        return ClientTls(self._latest, names)
+
+
+@dataclass(frozen=True)
 class _Call:
     """What goes with every call of one client."""
 
@@ -120,6 +164,7 @@ class Client:
     """Speaks to an LLM service, an encoder service, or both. Safe to share between threads.
 
     `timeout` is the deadline of each call in seconds; None waits for as long as the service does.
+    Connections are plaintext, or mutual TLS with `tls`. Raises ValueError where that cannot be.
     """
 
     def __init__(
@@ -129,9 +174,13 @@ class Client:
         *,
         timeout: float | None = 600,
         tenant: str = "",
+        tls: MutualTls | None = None,
     ) -> None:
-        self._llm = open_sync_channel(llm) if llm else None
-        self._encoder = open_sync_channel(encoder) if encoder else None
+        security = _Security(tls)
+        self._llm = open_sync_channel(llm, security.of("llm")) if llm else None
+        self._encoder = None
+        if encoder:
+            self._encoder = open_sync_channel(encoder, security.of("encoder"))
         self._timeout, self._tenant = timeout, tenant
 
     def encode(self, picture: bytes | Path, *, request_id: str | None = None) -> Embedding:
@@ -251,9 +300,11 @@ class AsyncClient:
         *,
         timeout: float | None = 600,
         tenant: str = "",
+        tls: MutualTls | None = None,
     ) -> None:
-        self._llm = open_channel(llm) if llm else None
-        self._encoder = open_channel(encoder) if encoder else None
+        security = _Security(tls)
+        self._llm = open_channel(llm, security.of("llm")) if llm else None
+        self._encoder = open_channel(encoder, security.of("encoder")) if encoder else None
         self._timeout, self._tenant = timeout, tenant
 
     async def encode(self, picture: bytes | Path, *, request_id: str | None = None) -> Embedding:

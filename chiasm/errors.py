@@ -10,6 +10,7 @@
 Only the message that the raiser wrote reaches a caller; the text of a foreign exception never does.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Reason(StrEnum):
     UNAUTHENTICATED = "UNAUTHENTICATED"
     UNSUPPORTED = "UNSUPPORTED"
     INTERNAL = "INTERNAL"
+    CALLER_NOT_ALLOWED = "CALLER_NOT_ALLOWED"
 
 
 def sentence(text: str) -> str:
@@ -89,6 +91,8 @@ TABLE: Mapping[Reason, Outcome] = {
     Reason.UNAUTHENTICATED: Outcome(_C.UNAUTHENTICATED, 401),
     Reason.UNSUPPORTED: Outcome(_C.INVALID_ARGUMENT, 400),
     Reason.INTERNAL: Outcome(_C.INTERNAL, 500),
+    # Over HTTP it is the gateway that may not call: parts that do not belong together.
+    Reason.CALLER_NOT_ALLOWED: Outcome(_C.PERMISSION_DENIED, 502),
 }
 
 # A status without our details comes from gRPC itself, from a proxy, or from a dead peer.
@@ -103,6 +107,13 @@ _REASON_OF_BARE_STATUS: Mapping[grpc.StatusCode, tuple[Reason, str]] = {
         "The message exceeds the largest that the service accepts; send less in one request.",
     ),
 }
+
+
+# What gRPC says where our own end of TLS refused the service's.
+_UNTRUSTED = re.compile(r"tls handshake failed|verification check failed|verify_failed", re.I)
+_UNTRUSTED_TEXT = (
+    "The service shows no certificate that comes from a trusted authority and has an expected name."
+)
 
 
 class ChiasmError(Exception):
@@ -179,6 +190,8 @@ def from_rpc_error(error: grpc.RpcError) -> ChiasmError:
         if told is not None:
             return told
     reason, message = _REASON_OF_BARE_STATUS.get(code, (Reason.INTERNAL, INTERNAL_TEXT))
+    if code is _C.UNAVAILABLE and _UNTRUSTED.search(error.details() or ""):
+        message = _UNTRUSTED_TEXT
     return ChiasmError(reason, message)
 
 

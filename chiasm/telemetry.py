@@ -12,7 +12,10 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from chiasm.rpc.context import TRACE_PARENT, trace_of
+from chiasm.tracing import names, spans
+from chiasm.tracing.metrics import SpanCounts
+from chiasm.tracing.spans import Span
+from chiasm.tracing.w3c import NO_TRACE, Trace
 
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -70,20 +73,26 @@ def logger() -> structlog.typing.FilteringBoundLogger:
 
 
 @contextmanager
-def request_context(request_id: str, trace_parent: str = "") -> Iterator[None]:
-    """Puts the request id on every line logged inside, and the id of its trace if it has one.
+def request_context(
+    request_id: str, caller: Trace = NO_TRACE, *, name: str = "request", begins: bool = True
+) -> Iterator[Span]:
+    """Puts the request id on every line logged inside, and the ids of its trace if it has one.
 
     Calls made inside carry the trace on.
+
+    Args:
+        caller: the trace that the caller is in.
+        name: of the span that is current inside, in a process that sends spans.
+        begins: whether a request without a trace begins one there.
     """
-    ids = {"request_id": request_id}
-    if trace_parent:
-        ids["trace_id"] = trace_of(trace_parent)
-    token = TRACE_PARENT.set(trace_parent)
-    try:
+    with spans.request(name, caller, {names.REQUEST_ID: request_id}, begins=begins) as span:
+        ids = {"request_id": request_id}
+        if trace_id := spans.current_trace().id:
+            ids["trace_id"] = trace_id
+        if span.recording:
+            ids["span_id"] = span.id
         with structlog.contextvars.bound_contextvars(**ids):
-            yield
-    finally:
-        TRACE_PARENT.reset(token)
+            yield span
 
 
 def new_registry() -> CollectorRegistry:
@@ -92,6 +101,8 @@ def new_registry() -> CollectorRegistry:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
+    if (tracer := spans.tracer()) is not None:
+        registry.register(SpanCounts(tracer.sent))
     return registry
 
 

@@ -11,6 +11,8 @@ import uvloop  # noqa: E402
 from chiasm import settings as settings_reader  # noqa: E402
 from chiasm import telemetry  # noqa: E402
 from chiasm.models.checkpoint import CheckpointError, open_checkpoint  # noqa: E402
+from chiasm.rpc.certificates import MtlsFileError, certificates_of  # noqa: E402
+from chiasm.tracing.process import traced  # noqa: E402
 from encoder_service.settings import EncoderSettings  # noqa: E402
 
 
@@ -20,13 +22,18 @@ def main() -> int:
     telemetry.start_logging("encoder", settings.log_format, settings.log_level)
     try:
         open_checkpoint(settings.model)
+        certificates_of(settings.mtls_files)
         # torch takes seconds to import: not for --help, nor for a mistyped flag or directory.
         with memory.lasting():
             from encoder_service import app
 
-        return uvloop.run(app.run(settings))
+        with traced(settings.tracing, "encoder"):
+            return uvloop.run(app.run(settings))
     except CheckpointError as error:
         print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    except MtlsFileError as fault:
+        print(f"error: {fault}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while it loads; later `serve` takes the signal
         return 130

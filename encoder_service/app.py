@@ -20,6 +20,10 @@ from chiasm.errors import ChiasmError
 from chiasm.models.checkpoint import CheckpointError, open_checkpoint
 from chiasm.models.contract import DEFAULT_OPTIONS
 from chiasm.models.vision import ImageFeatures, VisionHalf
+from chiasm.rpc import mtls
+from chiasm.rpc.callers import ServerTls
+from chiasm.rpc.certificates import Certificates, certificates_of, followed
+from chiasm.rpc.health import Health, health_port
 from chiasm.rpc.server import Server, serve
 from chiasm.settings import shown
 from encoder_service.batcher import Batcher, Interest
@@ -36,6 +40,7 @@ class Running:
 
     port: int
     metrics_port: int | None
+    health_port: int | None
     server: Server
     registry: CollectorRegistry
     broken: asyncio.Event
@@ -44,14 +49,24 @@ class Running:
 class EncoderService:
     """The parts of one service, listening before its checkpoint is loaded."""
 
-    def __init__(self, settings: EncoderSettings, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        settings: EncoderSettings,
+        registry: CollectorRegistry,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._settings = settings
         self._metrics = EncoderMetrics(registry)
         telemetry.ServedModel(registry).tell(settings.served_name)
         self._servicer = EncoderServicer(
             settings.image_limits, self._metrics, lambda: self.server.draining
         )
-        self.server = Server(settings.server, self._servicer.service(), registry)
+        service = self._servicer.service()
+        self.health = Health(service.name)
+        tls = None
+        if certificates is not None:
+            tls = ServerTls(certificates.latest, mtls.callers(settings.mtls_clients))
+        self.server = Server(settings.server, service, registry, health=self.health, tls=tls)
 
     @asynccontextmanager
     async def opened(self, tower: Tower, family: str) -> AsyncIterator[Batcher]:
@@ -91,21 +106,27 @@ async def running(
 ) -> AsyncIterator[Running]:
     """The service inside the caller's process, ready; it stops at once when left.
 
-    `tower` stands in for the checkpoint's own. Raises CheckpointError, or OSError for a used port.
+    `tower` stands in for the checkpoint's own. Raises CheckpointError, MtlsFileError, or OSError
+    for a used port.
     """
     registry = registry or telemetry.new_registry()
-    service = EncoderService(settings, registry)
     async with AsyncExitStack() as stack:
+        certificates = certificates_of(settings.mtls_files)
+        await stack.enter_async_context(followed(certificates, registry))
+        service = EncoderService(settings, registry, certificates)
         metrics_port = stack.enter_context(
             telemetry.served_metrics(registry, settings.host, settings.metrics_port)
         )
+        probes = health_port(service.health, settings.host, settings.health_port)
+        probe_port = await stack.enter_async_context(probes)
         await service.server.start()
         stack.push_async_callback(service.server.abort)
         if tower is None:
             tower = await asyncio.to_thread(load, settings)
         kind = await asyncio.to_thread(family, settings.model)
         batcher = await stack.enter_async_context(service.opened(tower, kind))
-        yield Running(service.server.port, metrics_port, service.server, registry, batcher.broken)
+        server = service.server
+        yield Running(server.port, metrics_port, probe_port, server, registry, batcher.broken)
 
 
 def load(settings: EncoderSettings) -> VisionHalf:
@@ -144,6 +165,7 @@ def _announce(service: Running) -> None:
         "service": "encoder",
         "port": service.port,
         "metrics_port": service.metrics_port,
+        "health_port": service.health_port,
     }
     print(json.dumps(line), flush=True)
 

@@ -61,11 +61,14 @@ class Interest:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds that one picture spent in each stage."""
+    """Seconds that one picture spent in each stage, and when (time.monotonic) it came to each."""
 
     preprocess: float = 0.0
     queue: float = 0.0
     forward: float = 0.0
+    arrived_at: float = 0.0
+    decoding_at: float = 0.0
+    forward_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Item:
     arrival: float
     since: float
     waited: float = 0.0
+    decoding_at: float = 0.0
     preprocess_seconds: float = 0.0
     queued: bool = True
     # The stage that has not begun yet.
@@ -260,7 +264,7 @@ class Batcher:
                 await self._prepare(item)
 
     async def _prepare(self, item: Item) -> None:
-        began = self._end_wait(item)
+        began = item.decoding_at = self._end_wait(item)
         item.ahead = "forward"
         try:
             pixels = await asyncio.get_running_loop().run_in_executor(
@@ -331,9 +335,9 @@ class Batcher:
         seconds = time.monotonic() - began
         self._encoding = self._encoding.with_seen(patches, seconds)
         for item, outcome in zip(group, outcomes, strict=True):
-            self._publish(item, outcome, seconds)
+            self._publish(item, outcome, began, seconds)
 
-    def _publish(self, item: Item, outcome: Outcome, seconds: float) -> None:
+    def _publish(self, item: Item, outcome: Outcome, began: float, seconds: float) -> None:
         item.pixels = None
         self._metrics.encoded.inc()
         self._metrics.stage_seconds.labels("forward").observe(seconds)
@@ -341,7 +345,9 @@ class Batcher:
         if isinstance(outcome, Exception):
             self._fail(item, outcome)
         elif not item.result.done():
-            times = StageTimes(item.preprocess_seconds, item.waited, seconds)
+            times = StageTimes(
+                item.preprocess_seconds, item.waited, seconds, item.arrival, item.decoding_at, began
+            )
             item.result.set_result(Encoded(outcome, times))
 
     def _settled(self, item: Item) -> bool:

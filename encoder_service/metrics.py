@@ -44,6 +44,12 @@ class EncoderMetrics:
             "dropped", "Pictures nobody waited for any more, before the stage.", "stage", "cause"
         )
         self.sent_bytes = self._count("sent_bytes", "Bytes of tensors put into replies.")
+        # There from the start, so that the first event counts as an increase.
+        for result in ("hit", "miss", "shared"):
+            self.lookups.labels(result)
+        for stage in ("preprocess", "forward"):
+            for cause in ("cancelled", "deadline"):
+                self.dropped.labels(stage, cause)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"chiasm_encoder_{name}", text, registry=self._registry)

@@ -15,6 +15,7 @@ from chiasm.images import ImageLimits
 from chiasm.models.contract import ImageContract
 from chiasm.rpc.embedding_stream import send_embedding
 from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
+from chiasm.tracing import names, spans
 from chiasm.v1 import encoder_service_pb2 as pb
 from chiasm.wire import Wired, plain
 from encoder_service import messages
@@ -126,6 +127,7 @@ class EncoderServicer:
             encoder_name=ready.encoder_name,
         )
         _note(call, answer)
+        _trace(spans.current(), answer, began)
         return answer
 
     def _reply(self, answer: Answer) -> Wired[pb.EncodeImageResponse]:
@@ -176,3 +178,30 @@ def _note(call: Call, answer: Answer) -> None:
         queue_ms=round(times.queue * 1000, 1),
         forward_ms=round(times.forward * 1000, 1),
     )
+
+
+def _trace(span: spans.Span, answer: Answer, came: float) -> None:
+    """Says of a call's span how its picture was had, and adds the stages since it `came`.
+
+    Those of a picture that another call had asked for before began before this one.
+    """
+    if not span.recording:
+        return
+    span.put(
+        {
+            names.ENCODE_SOURCE: answer.source.name.lower(),
+            names.ENCODER_NAME: answer.encoder_name,
+            names.IMAGE_ROWS: answer.features.rows.shape[0],
+            names.TENSOR_BYTES: answer.features.byte_count,
+        }
+    )
+    times = answer.times
+    prepared_at = times.decoding_at + times.preprocess
+    for stage, began, ended in (
+        (names.QUEUE, times.arrived_at, times.decoding_at),
+        (names.DECODE_IMAGE, times.decoding_at, prepared_at),
+        (names.QUEUE, prepared_at, times.forward_at),
+        (names.TOWER, times.forward_at, times.forward_at + times.forward),
+    ):
+        if ended > came:
+            span.past(stage, max(began, came), ended)

@@ -4,15 +4,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from chiasm import colours
 from chiasm.images import DEFAULT_LIMITS, PILLOW_MAX_PIXELS, ImageLimits
 from chiasm.models.identity import FeatureType
+from chiasm.rpc import mtls
 from chiasm.rpc.server import ServerSettings
 from chiasm.settings import Colour, Settings
 from chiasm.telemetry import LogFormat, LogLevel
+from chiasm.tracing import settings as traces
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,17 @@ class EncoderSettings(Settings):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one. Default: none."
     )
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of gRPC's health service alone, in plaintext whatever else is on, for "
+        "probes; 0 takes a free one. Default: none.",
+    )
+    mtls_cert: Path | None = Field(None, description=mtls.CERT)
+    mtls_key: Path | None = Field(None, description=mtls.KEY)
+    mtls_ca: Path | None = Field(None, description=mtls.CA)
+    mtls_clients: str = Field("", description=mtls.CLIENTS)
     encoder_name: str = Field(
         "", max_length=256, description="Name of this instance in replies. Default: hostname:port."
     )
@@ -120,6 +133,27 @@ class EncoderSettings(Settings):
     )
     log_format: LogFormat = Field("console", description="console or json.")
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
+    trace_endpoint: traces.TraceEndpoint = Field(None, description=traces.ENDPOINT)
+    trace_ratio: float = Field(1, ge=0, le=1, description=traces.RATIO)
+
+    @field_validator("mtls_clients")
+    @classmethod
+    def _are_callers(cls, text: str) -> str:
+        mtls.callers(text)
+        return text
+
+    @model_validator(mode="after")
+    def _agree_on_mtls(self) -> "EncoderSettings":
+        mtls.check(self.mtls_files, "--mtls-clients", self.mtls_clients)
+        return self
+
+    @property
+    def mtls_files(self) -> mtls.Files | None:
+        return mtls.files(self.mtls_cert, self.mtls_key, self.mtls_ca)
+
+    @property
+    def tracing(self) -> traces.TraceSettings | None:
+        return traces.trace_settings(self.trace_endpoint, self.trace_ratio)
 
     @property
     def served_name(self) -> str:

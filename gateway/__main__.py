@@ -3,6 +3,7 @@
 import sys
 
 from chiasm import memory, settings, telemetry
+from chiasm.tracing.process import traced
 from gateway.settings import GatewaySettings
 
 
@@ -14,18 +15,23 @@ def main() -> int:
     with memory.lasting():
         import uvloop
 
+        from chiasm.rpc.certificates import MtlsFileError
         from gateway.http.tls import TlsFileError
         from gateway.keys.file import KeysFileError
         from gateway.server import run
 
     telemetry.logger().info("settings", **settings.shown(read))
     try:
-        return uvloop.run(run(read))
+        with traced(read.tracing, "gateway"):
+            return uvloop.run(run(read))
     except KeysFileError as fault:
         print(f"error: --keys-file: {fault}", file=sys.stderr)
         return 2
     except TlsFileError as fault:
         print(f"error: --tls-cert and --tls-key: {fault}", file=sys.stderr)
+        return 2
+    except MtlsFileError as fault:
+        print(f"error: {fault}", file=sys.stderr)
         return 2
     except OSError as error:
         reason = error.strerror or "unknown"

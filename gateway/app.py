@@ -16,7 +16,10 @@ from starlette.routing import Route
 
 import chiasm
 from chiasm.errors import ChiasmError, Reason
+from chiasm.rpc import mtls
+from chiasm.rpc.certificates import Certificates, certificates_of, followed
 from chiasm.rpc.channel import open_channel
+from chiasm.rpc.secure_channel import ClientTls
 from chiasm.telemetry import new_registry
 from chiasm.v1.llm_service_pb2 import VISION_SOURCE_NONE
 from gateway.chat import Chat
@@ -73,16 +76,18 @@ def create_app(
 ) -> Starlette:
     """The gateway as an ASGI application. Its lifespan holds the channel to the LLM service.
 
-    Raises KeysFileError.
+    Raises KeysFileError, MtlsFileError.
     """
     registry = new_registry() if registry is None else registry
+    certificates = certificates_of(settings.mtls_files)
+    tls = _tls(settings, certificates)
     metrics = GatewayMetrics(registry)
     keys = None if settings.keys_file is None else KeyRing(settings.keys_file)
     routes = [*_ROUTES, *(page_routes() if settings.page else [])]
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
-        channel = open_channel(settings.llm)
+        channel = open_channel(settings.llm, tls)
         llm, budget = Llm(channel), BodyBudget(settings.max_held_body_bytes)
         metrics.held_bytes.set_function(lambda: budget.held)
         lookup = SystemLookup(settings.url_downloads)
@@ -97,7 +102,7 @@ def create_app(
             llm, chat, completions, responses, tokens, images, openapi, metrics, ready
         )
         try:
-            async with _following(keys):
+            async with _following(keys), followed(certificates, registry):
                 yield {"gateway": gateway}
         finally:
             lookup.close()
@@ -112,6 +117,12 @@ def create_app(
     # A redirect would lose the body of a POST.
     app.router.redirect_slashes = False
     return app
+
+
+def _tls(settings: GatewaySettings, certificates: Certificates | None) -> ClientTls | None:
+    if certificates is None:
+        return None
+    return ClientTls(certificates.latest, mtls.server_names(settings.mtls_llm))
 
 
 def _layers(

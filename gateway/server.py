@@ -28,7 +28,7 @@ _OTHER_FILES = 512
 class HttpServer(uvicorn.Server):
     """A server that leaves signals to its owner; `listening` is set once it takes connections.
 
-    Raises KeysFileError or TlsFileError.
+    Raises KeysFileError, TlsFileError or MtlsFileError.
     """
 
     def __init__(self, settings: GatewaySettings, readiness: Readiness | None = None) -> None:
@@ -106,7 +106,7 @@ def listen(host: str, port: int) -> socket.socket:
 async def run(settings: GatewaySettings) -> int:
     """Serves until a signal; returns the process's exit code.
 
-    Raises OSError for a taken port, KeysFileError, TlsFileError.
+    Raises OSError for a taken port, KeysFileError, TlsFileError, MtlsFileError.
     """
     readiness = Readiness()
     _allow_files(settings.max_connections + _OTHER_FILES)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Final
 from pydantic import Field, FilePath, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from chiasm.rpc import mtls
 from chiasm.settings import Settings
 from chiasm.telemetry import LogFormat, LogLevel
+from chiasm.tracing import settings as traces
 from gateway.fetch.policy import UrlPolicy, listing, ports
 
 if TYPE_CHECKING:
@@ -148,6 +150,10 @@ class GatewaySettings(Settings):
     tls_key: Path | None = Field(
         None, description="Key of --tls-cert (PEM, not encrypted). Read again when it changes."
     )
+    mtls_cert: Path | None = Field(None, description=mtls.CERT)
+    mtls_key: Path | None = Field(None, description=mtls.KEY)
+    mtls_ca: Path | None = Field(None, description=mtls.CA)
+    mtls_llm: str = Field("", description=mtls.servers("of the LLM service"))
     cors_origins: str = Field(
         "",
         description="Origins whose pages may call the gateway from a browser, separated by commas, "
@@ -171,6 +177,12 @@ class GatewaySettings(Settings):
     page: bool = Field(True, description="Serve the page to try it at /.")
     log_format: LogFormat = Field("console", description="console or json.")
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
+    trace_endpoint: traces.TraceEndpoint = Field(None, description=traces.ENDPOINT)
+    trace_ratio: float = Field(1, ge=0, le=1, description=traces.RATIO)
+
+    @property
+    def tracing(self) -> traces.TraceSettings | None:
+        return traces.trace_settings(self.trace_endpoint, self.trace_ratio)
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -231,6 +243,21 @@ class GatewaySettings(Settings):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together; give both or none")
         return self
+
+    @field_validator("mtls_llm")
+    @classmethod
+    def _are_servers(cls, text: str) -> str:
+        mtls.server_names(text)
+        return text
+
+    @model_validator(mode="after")
+    def _agree_on_mtls(self) -> "GatewaySettings":
+        mtls.check(self.mtls_files, "--mtls-llm", self.mtls_llm)
+        return self
+
+    @property
+    def mtls_files(self) -> mtls.Files | None:
+        return mtls.files(self.mtls_cert, self.mtls_key, self.mtls_ca)
 
     @field_validator("url_ports")
     @classmethod

@@ -4,9 +4,9 @@ import asyncio
 import copy
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,11 @@ from chiasm.errors import ChiasmError
 from chiasm.models.checkpoint import CheckpointError
 from chiasm.models.language import GenerationDefaults, LanguageHalf
 from chiasm.models.vision import VisionHalf
+from chiasm.rpc import mtls
+from chiasm.rpc.callers import ServerTls
+from chiasm.rpc.certificates import Certificates, certificates_of, followed
+from chiasm.rpc.health import Health, health_port
+from chiasm.rpc.secure_channel import ClientTls
 from chiasm.rpc.server import Server, serve
 from chiasm.v1.llm_service_pb2 import SamplingParameters
 from llm_service.constraint.compiler import Compiler
@@ -44,7 +49,7 @@ from llm_service.metrics import EngineCollector, LlmMetrics
 from llm_service.pictures import PictureReader
 from llm_service.references import References
 from llm_service.request import read_sampling
-from llm_service.servicer import LlmServicer
+from llm_service.servicer import SERVICE, LlmServicer
 from llm_service.settings import LlmSettings
 from llm_service.vision.cached import CachedSource
 from llm_service.vision.discovery import discovery
@@ -68,6 +73,7 @@ class Running:
     # Set when the model is broken for good: the process must end.
     broken: asyncio.Event
     metrics_port: int | None
+    health_port: int | None
 
     @property
     def port(self) -> int:
@@ -77,27 +83,50 @@ class Running:
 async def run(settings: LlmSettings) -> int:
     """Serves until a signal; returns the process's exit code.
 
-    Raises CheckpointError for a directory that cannot be served and OSError for a taken port.
+    Raises CheckpointError for a directory that cannot be served, MtlsFileError, and OSError for a
+    taken port.
     """
     telemetry.logger().info("settings", **settings_reader.shown(settings))
     async with running(settings) as service:
         ready = {"event": "ready", "service": "llm", "port": service.port}
-        print(json.dumps(ready | {"metrics_port": service.metrics_port}), flush=True)
+        more = {"metrics_port": service.metrics_port, "health_port": service.health_port}
+        print(json.dumps(ready | more), flush=True)
         return await serve(service.server, service.broken)
 
 
 @asynccontextmanager
 async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     """A service in this process: loaded, proved by one real answer, listening and SERVING."""
-    torch.set_num_threads(settings.torch_threads)
     registry = telemetry.new_registry()
+    health = Health(SERVICE)
+    certificates = certificates_of(settings.mtls_files)
+    async with (
+        followed(certificates, registry),
+        # Probes are answered while the model is loaded, which no other port is.
+        health_port(health, settings.host, settings.health_port) as probe_port,
+        _loaded(settings, registry, health, certificates, probe_port) as service,
+    ):
+        yield service
+
+
+@asynccontextmanager
+async def _loaded(
+    settings: LlmSettings,
+    registry: CollectorRegistry,
+    health: Health,
+    certificates: Certificates | None,
+    probe_port: int | None,
+) -> AsyncIterator[Running]:
+    torch.set_num_threads(settings.torch_threads)
     model = await asyncio.to_thread(_load_language, settings)
-    with _workers(settings) as workers, _engine(settings, model, registry) as (engine, broken):
+    async with _workers(settings) as workers, _engine(settings, model, registry) as run:
+        engine, broken = run
         metrics = LlmMetrics(registry)
         telemetry.ServedModel(registry).tell(settings.served_name)
-        vision = await _open_vision(settings, model, workers, metrics, registry)
+        vision = await _open_vision(settings, model, workers, metrics, registry, certificates)
         holding = _open_holding(settings, model, workers, registry)
-        constraints = Compiler(_vocabulary(model), settings.constraints)
+        vocabulary = await asyncio.to_thread(_vocabulary, model)
+        constraints = Compiler(vocabulary, settings.constraints)
         try:
             references = References(holding, workers)
             pictures = PictureReader(
@@ -119,12 +148,18 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
                 metrics,
                 lambda: server.draining,
             )
-            server = Server(settings.server, servicer.service(), registry)
+            server = Server(
+                settings.server,
+                servicer.service(),
+                registry,
+                health=health,
+                tls=_server_tls(settings, certificates),
+            )
             with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as port:
                 await server.start()
                 await asyncio.to_thread(_prove, engine, model)
                 await server.ready()
-                yield Running(server, servicer, engine, broken, port)
+                yield Running(server, servicer, engine, broken, port, probe_port)
                 await server.abort()
         finally:
             await constraints.close()
@@ -181,6 +216,7 @@ async def _open_vision(
     workers: Executor,
     metrics: LlmMetrics,
     registry: CollectorRegistry,
+    certificates: Certificates | None,
 ) -> VisionSource:
     if settings.vision == "none":
         return NoVision()
@@ -188,7 +224,9 @@ async def _open_vision(
     if "local" in (settings.vision, settings.vision_fallback):
         half = await asyncio.to_thread(_load_vision, settings)
         local = LocalTower(half, settings.image_limits, workers, settings.max_local_images)
-    source = local if settings.vision == "local" else _fleet(settings, model, local, registry)
+    source = local
+    if settings.vision != "local":
+        source = _fleet(settings, model, local, registry, _encoder_tls(settings, certificates))
     assert source is not None
     entries: EmbeddingCache[Rows] = EmbeddingCache(
         settings.embedding_cache_bytes, lambda rows: rows.byte_count, metrics.cache_evictions.inc
@@ -202,11 +240,24 @@ def _fleet(
     model: LanguageHalf,
     local: VisionSource | None,
     registry: CollectorRegistry,
+    tls: ClientTls | None,
 ) -> VisionSource:
     metrics = FleetMetrics(registry)
     found = discovery(settings.encoder_targets)
-    fleet = EncoderPool(found, model.contract, settings.pool, metrics)
+    fleet = EncoderPool(found, model.contract, settings.pool, metrics, tls)
     return fleet if local is None else WithFallback(fleet, local, metrics)
+
+
+def _server_tls(settings: LlmSettings, certificates: Certificates | None) -> ServerTls | None:
+    if certificates is None:
+        return None
+    return ServerTls(certificates.latest, mtls.callers(settings.mtls_clients))
+
+
+def _encoder_tls(settings: LlmSettings, certificates: Certificates | None) -> ClientTls | None:
+    if certificates is None:
+        return None
+    return ClientTls(certificates.latest, mtls.server_names(settings.mtls_encoders))
 
 
 def _open_holding(
@@ -232,8 +283,8 @@ def _load_vision(settings: LlmSettings) -> VisionHalf:
     )
 
 
-@contextmanager
-def _workers(settings: LlmSettings) -> Iterator[Executor]:
+@asynccontextmanager
+async def _workers(settings: LlmSettings) -> AsyncIterator[Executor]:
     workers = ThreadPoolExecutor(settings.decode_workers, "worker")
     try:
         yield workers
@@ -241,12 +292,14 @@ def _workers(settings: LlmSettings) -> Iterator[Executor]:
         workers.shutdown(wait=False, cancel_futures=True)
 
 
-@contextmanager
-def _engine(
+@asynccontextmanager
+async def _engine(
     settings: LlmSettings, model: LanguageHalf, registry: CollectorRegistry
-) -> Iterator[tuple[EmbeddedEngine, asyncio.Event]]:
+) -> AsyncIterator[tuple[EmbeddedEngine, asyncio.Event]]:
     loop, broken = asyncio.get_running_loop(), asyncio.Event()
-    engine = EmbeddedEngine(
+    # Beside the event loop: it proves the native layers and measures steps, for seconds.
+    engine = await asyncio.to_thread(
+        EmbeddedEngine,
         decoder_parts(settings, model),
         cast(TokenDecoder, model.tokenizer),
         settings.engine,

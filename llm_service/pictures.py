@@ -15,7 +15,9 @@ from chiasm.models.contract import (
     PixelOptions,
     Size,
 )
+from chiasm.tracing import names, spans
 from chiasm.v1 import llm_service_pb2
+from llm_service import traces
 from llm_service.embeddings import Rows, check_embedding
 from llm_service.references import References
 from llm_service.request import CallerEmbedding, Picture, RawImage, Reference
@@ -97,10 +99,19 @@ class PictureReader:
 
     async def fetch(self, measured: Sequence[Measured], asked: Asked) -> list[Ready]:
         """The rows of all pictures. The first failure ends the others."""
+        if not measured:
+            return []
+        with spans.stage(names.VISION, {names.IMAGE_COUNT: len(measured)}):
+            return await self._fetch_all(measured, asked)
+
+    async def _fetch_all(self, measured: Sequence[Measured], asked: Asked) -> list[Ready]:
         tasks: list[asyncio.Task[Ready]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._fetch(one, asked)) for one in measured]
+                tasks = [
+                    group.create_task(self._traced(index, one, asked))
+                    for index, one in enumerate(measured)
+                ]
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         ready = [task.result() for task in tasks]
@@ -159,6 +170,13 @@ class PictureReader:
                 picture.place,
                 metadata={"code": "image_too_large"},
             )
+
+    async def _traced(self, index: int, measured: Measured, asked: Asked) -> Ready:
+        with spans.stage(names.PICTURE, {names.IMAGE_INDEX: index}) as span:
+            ready = await self._fetch(measured, asked)
+            if span.recording:
+                span.put(traces.of_picture(ready.path()))
+            return ready
 
     async def _fetch(self, measured: Measured, asked: Asked) -> Ready:
         picture, content = measured.picture, measured.picture.content

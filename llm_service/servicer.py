@@ -16,7 +16,9 @@ from chiasm.models.language import LanguageHalf
 from chiasm.models.wire import identity_to_wire
 from chiasm.rpc import limits
 from chiasm.rpc.server import Call, Service, StreamMethod, UnaryMethod
+from chiasm.tracing import names, spans
 from chiasm.v1 import llm_service_pb2
+from llm_service import traces
 from llm_service.admission import Permits
 from llm_service.answer import (
     FAILURES,
@@ -38,7 +40,7 @@ from llm_service.engine.values import (
     SamplingParams,
 )
 from llm_service.mailbox import Mailbox
-from llm_service.metrics import LlmMetrics
+from llm_service.metrics import LlmMetrics, TokenPace
 from llm_service.picture_methods import PictureMethods
 from llm_service.pictures import Measured, PictureReader, Ready
 from llm_service.prompt import Layout, PromptBuilder, Run
@@ -62,6 +64,7 @@ from llm_service.tools.offered import Tools, read_tools
 from llm_service.vision.source import Asked
 
 _S = llm_service_pb2
+SERVICE = "chiasm.v1.LlmService"
 WithMessages = (
     llm_service_pb2.GenerateRequest
     | llm_service_pb2.TokenizeRequest
@@ -125,7 +128,7 @@ class LlmServicer:
     def service(self) -> Service:
         """The service as a server takes it."""
         return Service(
-            "chiasm.v1.LlmService",
+            SERVICE,
             {
                 "Generate": StreamMethod(_S.GenerateRequest, self.generate),
                 "CountTokens": UnaryMethod(_S.CountTokensRequest, self.count_tokens),
@@ -152,10 +155,12 @@ class LlmServicer:
         check_token_ids(sampling, self._model.vocab_size)
         choices, salt = read_choice_count(message.sampling), read_salt(message)
         with self._permits.hold(choices):
-            layout, measured = await self._prompt_of(request, offered)
-            check_length(layout, message.sampling.max_token_count, self._engine.context_length)
-            asked = Asked(message.tenant, call.request_id, self._deadline(call))
-            constraint = await self._constrained(message, offered, sampling, asked.deadline)
+            traces.asked(spans.current(), message, sampling, choices)
+            with spans.stage(names.PREPARE):
+                layout, measured = await self._prompt_of(request, offered)
+                check_length(layout, message.sampling.max_token_count, self._engine.context_length)
+                asked = Asked(message.tenant, call.request_id, self._deadline(call))
+                constraint = await self._constrained(message, offered, sampling, asked.deadline)
             ready = await self._pictures.fetch(measured, asked)
             self._count(layout, ready)
             prompt = as_prompt(layout, ready, salt)
@@ -369,6 +374,7 @@ class LlmServicer:
         clock: Clock,
     ) -> AsyncIterator[Answer]:
         mailbox = Mailbox()
+        answering, engine_span = spans.current(), spans.begin(names.ENGINE)
         clock.submitted = time.monotonic()
         ticket = self._engine.submit(
             call.request_id, work.prompt, work.sampling, asked.deadline, mailbox.put,
@@ -378,25 +384,39 @@ class LlmServicer:
             await call.accept()
             ends: dict[int, Finished] = {}
             calls = work.parsers()
+            pace = TokenPace(self._metrics)
             while len(ends) < work.choices:
                 deltas, ended = gathered(await mailbox.take())
                 ends |= ended
                 if deltas:
-                    self._observe_first(clock)
+                    self._observe_first(clock, answering)
+                    pace.note(deltas)
                     yield as_deltas(deltas, calls)
             for rest in rests_of(calls):
                 yield rest
             finished = [ends[choice] for choice in range(work.choices)]
             call.notes.update(_notes(finished, ready))
-            yield as_finished(finished, layout, ready, clock, calls)
+            end = as_finished(finished, layout, ready, clock, calls)
+            tokens = [one.completion_tokens for one in finished]
+            prepared = clock.submitted - clock.arrived
+            self._metrics.answered(end.message.finished, tokens, prepared)
+            traces.answered(
+                answering, engine_span, end.message.finished, clock.submitted, clock.first_token
+            )
+            yield end
+        except BaseException as error:
+            spans.raised(engine_span, error)
+            raise
         finally:
+            engine_span.end()
             # Frees the blocks if the caller left; a sequence that ended does not mind.
             self._engine.cancel(ticket)
 
-    def _observe_first(self, clock: Clock) -> None:
+    def _observe_first(self, clock: Clock, span: spans.Span) -> None:
         if not clock.first_token:
             clock.first_token = time.monotonic()
             self._metrics.first_token_seconds.observe(clock.first_token - clock.arrived)
+            traces.first_token(span, clock.arrived, clock.first_token)
 
 
 # Clients know an overflow by these words of OpenAI's: litellm, langchain-openai.

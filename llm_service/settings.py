@@ -10,9 +10,11 @@ from pydantic_settings import SettingsConfigDict
 
 from chiasm import colours
 from chiasm.images import DEFAULT_LIMITS, ImageLimits
+from chiasm.rpc import mtls
 from chiasm.rpc.server import ServerSettings
 from chiasm.settings import Colour, Settings
 from chiasm.telemetry import LogFormat, LogLevel
+from chiasm.tracing import settings as traces
 from llm_service.vision.discovery import FORMS, check_target
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ Vision = Literal["none", "local", "remote"]
 Fallback = Literal["none", "local"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 _STORE_SCHEMES = ("redis://", "rediss://", "unix://")
+# Of a file with the store's URL, at most.
+_STORE_CHARACTERS = 4096
 
 
 class LlmSettings(Settings):
@@ -41,6 +45,18 @@ class LlmSettings(Settings):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one. Default: none."
     )
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of gRPC's health service alone, in plaintext whatever else is on, for "
+        "probes; 0 takes a free one. Default: none.",
+    )
+    mtls_cert: Path | None = Field(None, description=mtls.CERT)
+    mtls_key: Path | None = Field(None, description=mtls.KEY)
+    mtls_ca: Path | None = Field(None, description=mtls.CA)
+    mtls_clients: str = Field("", description=mtls.CLIENTS)
+    mtls_encoders: str = Field("", description=mtls.servers("of encoders"))
     vision: Vision = Field(
         "remote", description="Where raw pictures are encoded: none, local or remote."
     )
@@ -143,6 +159,11 @@ class LlmSettings(Settings):
         "redis://[user:password@]host:port[/number]. Needs the package chiasm[redis]. Default: "
         "none.",
     )
+    reference_store_file: Path | None = Field(
+        None,
+        description="File that holds what --reference-store would say, and nothing else: a "
+        "password in it is in no command line and no environment. Read at start.",
+    )
     reference_store_timeout_seconds: float = Field(
         1, gt=0, description="Longest wait for the store; then the service goes on without it."
     )
@@ -178,6 +199,8 @@ class LlmSettings(Settings):
     )
     log_format: LogFormat = Field("console", description="console or json.")
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
+    trace_endpoint: traces.TraceEndpoint = Field(None, description=traces.ENDPOINT)
+    trace_ratio: float = Field(1, ge=0, le=1, description=traces.RATIO)
 
     @field_validator("encoders")
     @classmethod
@@ -185,6 +208,25 @@ class LlmSettings(Settings):
         for target in _parts(encoders):
             check_target(target)
         return encoders
+
+    @field_validator("mtls_clients")
+    @classmethod
+    def _are_callers(cls, text: str) -> str:
+        mtls.callers(text)
+        return text
+
+    @field_validator("mtls_encoders")
+    @classmethod
+    def _are_servers(cls, text: str) -> str:
+        mtls.server_names(text)
+        return text
+
+    @model_validator(mode="after")
+    def _agree_on_mtls(self) -> "LlmSettings":
+        remote = self.vision == "remote"
+        mtls.check(self.mtls_files, "--mtls-clients", self.mtls_clients)
+        mtls.check(self.mtls_files, "--mtls-encoders", self.mtls_encoders, needed=remote)
+        return self
 
     @model_validator(mode="after")
     def _agree(self) -> "LlmSettings":
@@ -194,13 +236,20 @@ class LlmSettings(Settings):
             raise ValueError("decode_stretch must be above 1, or 0 for no limit")
         if self.vision == "remote" and not self.encoder_targets:
             raise ValueError(f"vision is remote, so encoders must name at least one {FORMS}")
-        if self.reference_store is not None:
-            _check_store(self.reference_store.get_secret_value())
+        _check_store(self)
         return self
+
+    @property
+    def tracing(self) -> traces.TraceSettings | None:
+        return traces.trace_settings(self.trace_endpoint, self.trace_ratio)
 
     @property
     def served_name(self) -> str:
         return self.model_id or self.model.resolve().name
+
+    @property
+    def mtls_files(self) -> mtls.Files | None:
+        return mtls.files(self.mtls_cert, self.mtls_key, self.mtls_ca)
 
     @property
     def encoder_targets(self) -> tuple[str, ...]:
@@ -264,10 +313,11 @@ class LlmSettings(Settings):
         # Loads torch.
         from llm_service.holding.shared import SharedSettings
 
-        if self.reference_store is None:
+        url = _store_of(self)
+        if url is None:
             return None
         return SharedSettings(
-            url=self.reference_store.get_secret_value(),
+            url=url,
             seconds=self.reference_seconds,
             timeout=self.reference_store_timeout_seconds,
         )
@@ -287,8 +337,29 @@ def _parts(listed: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in listed.split(",") if part.strip())
 
 
-def _check_store(url: str) -> None:
+def _store_of(settings: LlmSettings) -> str | None:
+    """The store's URL, of the flag or of its file. Raises ValueError, without its content."""
+    given, path = settings.reference_store, settings.reference_store_file
+    if path is None:
+        return None if given is None else given.get_secret_value()
+    if given is not None:
+        raise ValueError("reference_store and reference_store_file: give one of the two")
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(_STORE_CHARACTERS).strip()
+    except (OSError, UnicodeError) as error:
+        # Not from the error, whose text may have a part of the file's.
+        raise ValueError(f"reference_store_file: {path}: {type(error).__name__}") from None
+
+
+def _check_store(settings: LlmSettings) -> None:
+    url = _store_of(settings)
+    if url is None:
+        return
     if not url.startswith(_STORE_SCHEMES):
-        raise ValueError("reference_store begins with redis://, rediss:// or unix://")
+        name = (
+            "reference_store" if settings.reference_store_file is None else "reference_store_file"
+        )
+        raise ValueError(f"{name} begins with redis://, rediss:// or unix://")
     if importlib.util.find_spec("redis") is None:
         raise ValueError("reference_store needs the package redis: pip install 'chiasm[redis]'")

@@ -19,6 +19,7 @@ from chiasm.errors import ChiasmError, Reason
 from chiasm.images import decode_image
 from chiasm.models.vision import ImageFeatures, VisionHalf
 from chiasm.models.wire import identity_to_wire
+from chiasm.rpc.callers import ServerTls
 from chiasm.rpc.embedding_stream import send_embedding
 from chiasm.rpc.server import Call, Server, ServerSettings, Service, StreamMethod, UnaryMethod
 from chiasm.v1 import encoder_service_pb2 as pb
@@ -57,6 +58,8 @@ class ScriptedEncoder:
         self._half = half
         self.behaviour: Behaviour = behaviour
         self.seconds = 0.0
+        # What it says that its answers took.
+        self.claimed_seconds = 0.01
         self.model_id = half.identity.model_id
         self.probes_answered = True
         self.probes_refused = False
@@ -72,10 +75,12 @@ class ScriptedEncoder:
         return f"127.0.0.1:{self.port}"
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator["ScriptedEncoder"]:
+    async def serving(
+        self, port: int = 0, *, tls: ServerTls | None = None
+    ) -> AsyncIterator["ScriptedEncoder"]:
         """The server, ready, on a free port unless one is named."""
         settings = ServerSettings("127.0.0.1", port or self.port, 0, 0, 60)
-        server = Server(settings, self._service(), CollectorRegistry())
+        server = Server(settings, self._service(), CollectorRegistry(), tls=tls)
         await server.start()
         await server.ready()
         self.port = server.port
@@ -165,8 +170,8 @@ class ScriptedEncoder:
             case "another identity":
                 identity = replace(identity, weights_digest="0" * 64)
         reply = to_reply(
-            Answer(features, identity, digest, Source.COMPUTED, StageTimes(), 0.01,
-                   f"scripted-{self.port}")
+            Answer(features, identity, digest, Source.COMPUTED, StageTimes(),
+                   self.claimed_seconds, f"scripted-{self.port}")
         )  # fmt: skip
         if self.behaviour == "no identity":
             reply.message.embedding.ClearField("identity")

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from chiasm import tensors, wire
 from chiasm.errors import ChiasmError, Reason
-from chiasm.rpc.context import TRACE_PARENT
+from chiasm.rpc.callers import ServerTls
 from chiasm.rpc.server import Call, Server, ServerSettings, Service, StreamMethod, UnaryMethod
+from chiasm.tracing.spans import current_trace
 from chiasm.v1 import image_pb2, llm_service_pb2
 
 _S = llm_service_pb2
@@ -92,6 +93,7 @@ class Received:
     request_id: str
     deadline: float | None
     trace_parent: str
+    trace_state: str = ""
 
     @property
     def message(self) -> llm_service_pb2.GenerateRequest:
@@ -129,10 +131,12 @@ class ScriptedLlm:
         self.card_reads = 0
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[Server]:
+    async def serving(
+        self, port: int = 0, *, tls: ServerTls | None = None
+    ) -> AsyncIterator[Server]:
         """A server that is ready, on a free port unless one is named."""
         settings = ServerSettings("127.0.0.1", port, 0, 0, 60)
-        server = Server(settings, self._service(), CollectorRegistry())
+        server = Server(settings, self._service(), CollectorRegistry(), tls=tls)
         await server.start()
         await server.ready()
         try:
@@ -219,7 +223,10 @@ class ScriptedLlm:
         self, request: wire.Wired[llm_service_pb2.GenerateRequest], call: Call
     ) -> AsyncIterator[wire.Wired[llm_service_pb2.GenerateResponse]]:
         script = self.script
-        self.received.append(Received(request, call.request_id, call.deadline, TRACE_PARENT.get()))
+        trace = current_trace()
+        self.received.append(
+            Received(request, call.request_id, call.deadline, trace.parent, trace.state)
+        )
         self.running += 1
         try:
             await asyncio.sleep(script.admission_seconds)

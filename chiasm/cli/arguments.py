@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import chiasm
+from chiasm.cli import mixes
 from chiasm.cli.samples import DEMO_MODEL_ID
 
 _Command = Callable[[argparse.Namespace], int]
@@ -26,6 +27,7 @@ def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _add_compare(commands)
     _add_models(commands)
     _add_key(commands)
+    _add_plan(commands)
     _add(commands, "version", _version, "print the versions of Chiasm and of what it runs on")
     return parser.parse_args(arguments)
 
@@ -38,7 +40,8 @@ def _add_up(commands: Any) -> None:
         "start encoders, LLM service and gateway, and keep them running",
         "Starts every part as a process on this machine, waits until all are healthy, and stops "
         "them in order on Ctrl-C (a second Ctrl-C stops at once). If a part dies, says which and "
-        "why, stops the others and exits with 1. All parts end when this process does.",
+        "why, stops the others and exits with 1, unless --restart is given. All parts end when "
+        "this process does.",
     )
     _add_system(up)
     up.add_argument("--host", default="127.0.0.1", help="address of the gateway (%(default)s)")
@@ -58,6 +61,12 @@ def _add_up(commands: Any) -> None:
         help="who encodes raw pictures: encoder processes, the LLM process, nobody (%(default)s)",
     )
     up.add_argument("--dtype", choices=_DTYPES, default="float32", help="(%(default)s)")
+    up.add_argument(
+        "--restart",
+        action="store_true",
+        help="start a part again that dies once all were healthy: after 0.5 s, then ever later up "
+        "to 30 s while it keeps dying; one that refuses its settings (exit code 2) still ends all",
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -107,6 +116,20 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument(
         "--timeout", type=_seconds, default=60.0, help="seconds, of each answer (%(default)s)"
     )
+    _add_mtls(compare)
+
+
+def _add_mtls(parser: argparse.ArgumentParser) -> None:
+    for name, what in {
+        "cert": "certificate to show to the services (PEM), where they want mutual TLS",
+        "key": "its key (PEM)",
+        "ca": "authorities of the services' certificates (PEM)",
+    }.items():
+        parser.add_argument(f"--mtls-{name}", type=Path, help=f"{what} (plaintext)")
+    for name, service in {"llm": "LLM service", "encoder": "encoder"}.items():
+        parser.add_argument(
+            f"--mtls-{name}", default="", help=f"DNS name in the {service}'s certificate"
+        )
 
 
 def _add_models(commands: Any) -> None:
@@ -145,6 +168,100 @@ def _add_key(commands: Any) -> None:
     new.add_argument("--tokens-per-minute", type=_positive, help="(no limit)")
     new.add_argument("--concurrent-requests", type=_positive, help="(no limit)")
     new.add_argument("--days", type=_days, help="days until it expires (never)")
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _add(
+        commands,
+        "plan",
+        _plan,
+        "tell how many encoders and LLM services a load needs",
+        "Tells from a load and from measured rates how many encoders and LLM services are needed, "
+        "how long pictures wait, and what one less would do (docs/operations.md). A MIX is one "
+        "value, or VALUE:SHARE,VALUE:SHARE,... Exits with 1 if no number meets the targets.",
+    )
+    load = plan.add_argument_group("the load")
+    load.add_argument("--requests", type=mixes.above_zero, required=True, help="a second")
+    load.add_argument(
+        "--pictures",
+        type=mixes.pictures,
+        default=(0.0, 1.0),
+        metavar="MIX",
+        help="of a request: a mean, or a mix of whole numbers (1)",
+    )
+    load.add_argument("--rows", type=mixes.rows, metavar="MIX", help="feature rows of a picture")
+    load.add_argument(
+        "--sizes", type=mixes.sizes, metavar="MIX", help="WIDTHxHEIGHT instead, with --model"
+    )
+    for name, value, what in (
+        ("text-tokens", 100.0, "of a prompt, pictures not counted"),
+        ("answer-tokens", 100.0, "that an answer has on average"),
+    ):
+        check = mixes.at_least_zero if name == "text-tokens" else mixes.above_zero
+        load.add_argument(f"--{name}", type=check, default=value, help=f"{what} (%(default)g)")
+    for name, what in {
+        "cache-hits": "of pictures that the LLM service's cache has",
+        "encoder-cache-hits": "of the others that an encoder's cache has",
+        "prefix-hits": "of prompt tokens that the prefix cache has",
+    }.items():
+        load.add_argument(f"--{name}", type=mixes.share, default=0.0, help=f"share {what} (0)")
+    _add_plan_rates(plan)
+    _add_plan_limits(plan)
+    plan.add_argument("--json", action="store_true", help="the plan as JSON, in seconds and bytes")
+
+
+def _add_plan_rates(plan: argparse.ArgumentParser) -> None:
+    rates = plan.add_argument_group("how long work takes, in seconds")
+    for name, what in {
+        "encode-seconds": "of a picture on one encoder under load",
+        "encode-seconds-a-row": "and for each of its rows (0)",
+        "encode-variation": "variance over squared mean, of pictures of one size (0)",
+        "step-seconds": "of a step of the LLM service",
+        "step-seconds-a-token": "and for each token in it (0)",
+    }.items():
+        rates.add_argument(f"--{name}", type=mixes.at_least_zero, help=what)
+    rates.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure those that are not given, by some pictures and answers; the services should "
+        "have nothing else to do",
+    )
+    rates.add_argument("--encoder", help="HOST:PORT of an encoder to measure")
+    rates.add_argument("--llm", help="HOST:PORT of an LLM service to measure")
+    rates.add_argument(
+        "--timeout", type=_seconds, default=120.0, help="of each measuring call (%(default)g)"
+    )
+    _add_mtls(plan)
+
+
+def _add_plan_limits(plan: argparse.ArgumentParser) -> None:
+    targets = plan.add_argument_group("targets, times in seconds")
+    targets.add_argument(
+        "--utilisation", type=mixes.utilisation, default=0.7, help="the highest (%(default)g)"
+    )
+    targets.add_argument(
+        "--encode-wait",
+        type=mixes.above_zero,
+        default=1.0,
+        help="before the tower, of 95 %% of the pictures (%(default)g)",
+    )
+    targets.add_argument(
+        "--token-seconds", type=mixes.above_zero, help="mean, token to token (any)"
+    )
+    targets.add_argument(
+        "--first-token-seconds", type=mixes.above_zero, help="mean, in the engine alone (any)"
+    )
+    model = plan.add_argument_group("the model and the LLM service's settings")
+    model.add_argument("--model", type=_directory, help="checkpoint directory: sizes in bytes")
+    model.add_argument("--dtype", choices=_DTYPES, default="float32", help="(%(default)s)")
+    model.add_argument("--width", type=_positive, help="elements of a feature row (the model's)")
+    model.add_argument("--kv-bytes-a-token", type=_positive, help="of one token (the model's)")
+    model.add_argument("--kv-bytes", type=_positive, help="of one LLM service (no limit)")
+    model.add_argument("--max-running", type=_positive, default=64, help="(%(default)d)")
+    model.add_argument("--step-token-budget", type=_positive, default=512, help="(%(default)d)")
+    model.add_argument(
+        "--decode-stretch", type=mixes.at_least_zero, default=1.5, help="(%(default)g)"
+    )
 
 
 def _add_system(parser: argparse.ArgumentParser) -> None:
@@ -208,6 +325,12 @@ def _models(options: argparse.Namespace) -> int:
 
 def _key(options: argparse.Namespace) -> int:
     from chiasm.cli.key import run
+
+    return run(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from chiasm.cli.fleet_plan import run
 
     return run(options)
 

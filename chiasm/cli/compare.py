@@ -23,8 +23,9 @@ from chiasm.cli.samples import sample_pictures
 from chiasm.cli.system import Limits, LogSink, PartFailed, running_part
 from chiasm.cli.up import refuse, say
 from chiasm.cli.ways import Way, grpc_way, grpc_ways, http_ways, threaded
-from chiasm.client import AsyncClient
+from chiasm.client import AsyncClient, MutualTls
 from chiasm.errors import ChiasmError
+from chiasm.rpc import mtls
 
 _READY_SECONDS, _STOP_SECONDS = 300.0, 10.0
 _MIN_WIDTH = 120
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _compare(options: argparse.Namespace) -> int:
     async with (
-        AsyncClient(options.llm, options.encoder, timeout=options.timeout) as client,
+        _client(options) as client,
         _all_ways(options, client) as ways,
     ):
         pictures = [
@@ -76,6 +77,24 @@ async def _compare(options: argparse.Namespace) -> int:
         ]
     _print(rows, [way.name for way in ways])
     return 0 if all(row.equal for row in rows) else 1
+
+
+def _client(options: argparse.Namespace) -> AsyncClient:
+    """Raises Refused for files or names of mutual TLS that cannot be."""
+    try:
+        files = mtls.files(options.mtls_cert, options.mtls_key, options.mtls_ca)
+        for flag, names in (
+            ("--mtls-llm", options.mtls_llm),
+            ("--mtls-encoder", options.mtls_encoder),
+        ):
+            mtls.check(files, flag, names)
+        tls = None
+        if files is not None:
+            names = (options.mtls_llm, options.mtls_encoder)
+            tls = MutualTls(files.cert, files.key, files.ca, *names)
+        return AsyncClient(options.llm, options.encoder, timeout=options.timeout, tls=tls)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 @asynccontextmanager

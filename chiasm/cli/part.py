@@ -31,7 +31,7 @@ class Part:
 
     def __init__(self, command: Command, sink: Sink) -> None:
         self.command = command
-        self._sink = sink
+        self.sink = sink
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._ready: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
@@ -148,7 +148,7 @@ class Part:
     async def _read_err(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
             self._tail.append(line)
-            self._sink(self.name, line)
+            self.sink(self.name, line)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -4,6 +4,7 @@
 
 `job(plan)` runs once all parts are healthy. Whatever ends first decides: the job, a part that dies,
 a part that is not ready in time, or a signal. Then everything is stopped, the lowest rank first.
+With a `Backoff` a part that dies after all were healthy is started again instead.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 
 from chiasm.cli.part import Part, Sink
 from chiasm.cli.plan import Plan
+from chiasm.cli.restart import Backoff, Keeper
 
 Job = Callable[[Plan], Awaitable[int]]
 Show = Callable[[str], None]
@@ -68,14 +70,22 @@ class Signals:
                 loop.remove_signal_handler(number)
 
 
-async def supervise(plan: Plan, job: Job, limits: Limits, show: Show, sink: Sink) -> int:
+async def supervise(
+    plan: Plan,
+    job: Job,
+    limits: Limits,
+    show: Show,
+    sink: Sink,
+    restart: Backoff | None = None,
+) -> int:
     """Runs `job` over the started plan; returns its result.
 
     Raises PartFailed or Interrupted. In each case all processes are gone afterwards.
     """
     signals = Signals()
     with signals.watched():
-        return await _until_signal(_run(plan, job, limits, show, sink, signals), signals)
+        work = _run(plan, job, limits, show, sink, signals, restart)
+        return await _until_signal(work, signals)
 
 
 async def _until_signal(work: Coroutine[Any, Any, int], signals: Signals) -> int:
@@ -91,11 +101,35 @@ async def _until_signal(work: Coroutine[Any, Any, int], signals: Signals) -> int
 
 
 async def _run(
-    plan: Plan, job: Job, limits: Limits, show: Show, sink: Sink, signals: Signals
+    plan: Plan,
+    job: Job,
+    limits: Limits,
+    show: Show,
+    sink: Sink,
+    signals: Signals,
+    restart: Backoff | None,
 ) -> int:
     async with _started(plan, limits, show, sink, signals) as parts:
         await _until_death(parts, _healthy(parts, plan, limits, show))
-        return await _until_death(parts, job(plan))
+        if restart is None:
+            return await _until_death(parts, job(plan))
+        return await _until_hopeless(
+            Keeper(parts, _how_it_ended, limits.ready, show, restart), job(plan)
+        )
+
+
+async def _until_hopeless(keeper: Keeper, work: Awaitable[int]) -> int:
+    """The result of `work`, or PartFailed where a part cannot be kept alive."""
+    task, keeping = asyncio.ensure_future(work), asyncio.create_task(keeper.keep())
+    try:
+        await asyncio.wait({task, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        raise PartFailed(_how_it_ended(await keeping))
+    finally:
+        for pending in (task, keeping):
+            pending.cancel()
+        await asyncio.gather(task, keeping, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -190,10 +224,11 @@ async def _until_death(parts: Sequence[Part], work: Awaitable[T]) -> T:
 def _raise_first_death(parts: Sequence[Part]) -> None:
     for part in parts:
         if part.exit_code is not None:
-            raise PartFailed(_obituary(part, part.exit_code))
+            raise PartFailed(_how_it_ended(part))
 
 
-def _obituary(part: Part, code: int) -> str:
+def _how_it_ended(part: Part) -> str:
+    code = part.exit_code or 0
     how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     last = "".join(f"\n    {line}" for line in part.last_words())
     words = f"; the end of its log:{last}" if last else "; it wrote nothing to its log"

@@ -11,6 +11,7 @@ import psutil
 
 import chiasm
 from chiasm.cli.plan import Plan, PlanError, Wanted, reserved
+from chiasm.cli.restart import DEFAULT_BACKOFF, Backoff
 from chiasm.cli.samples import DEMO_MODEL_ID, demo_checkpoint, sample_questions
 from chiasm.cli.system import Interrupted, Job, Limits, LogSink, PartFailed, supervise
 
@@ -26,7 +27,8 @@ def run(options: argparse.Namespace) -> int:
         for name in ("host", "port", "llm_port", "encoder_port", "vision", "dtype")
     }
     wanted = wanted_of(options, encoders=options.encoders or 1, **more)
-    code = run_system(wanted, options, partial(_serve, wanted=wanted))
+    restart = DEFAULT_BACKOFF if options.restart else None
+    code = run_system(wanted, options, partial(_serve, wanted=wanted), restart)
     return 0 if code == INTERRUPTED else code
 
 
@@ -42,14 +44,16 @@ def wanted_of(options: argparse.Namespace, **more: object) -> Wanted:
     )
 
 
-def run_system(wanted: Wanted, options: argparse.Namespace, job: Job) -> int:
+def run_system(
+    wanted: Wanted, options: argparse.Namespace, job: Job, restart: Backoff | None = None
+) -> int:
     """Starts what is wanted, runs `job`, stops all; tells every fault. Returns the exit code."""
     say(f"Chiasm {chiasm.__version__}: {wanted.model_id}, {_parts(wanted)}")
     limits = Limits(ready=options.ready_timeout, stop=options.stop_timeout)
     sink = LogSink(sys.stderr, options.log_dir)
     try:
         with reserved(wanted) as plan:
-            return asyncio.run(supervise(plan, job, limits, say, sink))
+            return asyncio.run(supervise(plan, job, limits, say, sink, restart))
     except PlanError as error:
         return refuse(str(error))
     except PartFailed as error:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import grpc.aio
 
 from chiasm.rpc.channel import open_channel
+from chiasm.rpc.secure_channel import ClientTls
 
 # Measured by `python -m benchmarks.transfer`: more give nothing on one host.
 CONNECTIONS = 2
@@ -22,8 +23,10 @@ class Bundle:
     Close it on the event loop that it was made on.
     """
 
-    def __init__(self, target: str, connections: int = CONNECTIONS) -> None:
-        self._channels = [open_channel(target) for _ in range(connections)]
+    def __init__(
+        self, target: str, connections: int = CONNECTIONS, tls: ClientTls | None = None
+    ) -> None:
+        self._channels = [open_channel(target, tls) for _ in range(connections)]
         self._expected = [0] * connections
 
     def connect(self) -> None:

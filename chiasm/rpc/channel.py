@@ -14,6 +14,7 @@ from chiasm import wire
 from chiasm.errors import from_rpc_error
 from chiasm.rpc import limits
 from chiasm.rpc.context import traced, value_of
+from chiasm.rpc.secure_channel import ClientTls, SecureChannel, SecureSyncChannel
 from chiasm.v1 import encoder_service_pb2, llm_service_pb2
 
 Request = TypeVar("Request", bound=Message)
@@ -53,16 +54,21 @@ def options() -> list[tuple[str, Any]]:
     ]
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A plaintext channel to `target` (`host:port`, or `dns:///name:port` to reach every address).
+def open_channel(target: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel to `target` (`host:port`, or `dns:///name:port` to reach every address).
 
-    The connection is made at the first call. Close the channel on the loop that opened it.
+    Plaintext, or mutual TLS with `tls`. The connection is made at the first call. Close the channel
+    on the loop that opened it.
     """
+    if tls is not None:
+        return SecureChannel(target, tls, options())
     return grpc.aio.insecure_channel(target, options=options())
 
 
-def open_sync_channel(target: str) -> grpc.Channel:
+def open_sync_channel(target: str, tls: ClientTls | None = None) -> grpc.Channel:
     """The blocking form of `open_channel`, for clients only: no server of ours uses it."""
+    if tls is not None:
+        return SecureSyncChannel(target, tls, options())
     return grpc.insecure_channel(target, options=options())
 
 

@@ -18,4 +18,3 @@ PING_TIMEOUT_MS = 5_000
 MIN_PING_INTERVAL_MS = 5_000
 
 REQUEST_ID = "x-request-id"
-TRACE_PARENT = "traceparent"

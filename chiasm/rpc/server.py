@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -25,7 +24,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from chiasm import telemetry, wire
 from chiasm.errors import INTERNAL_TEXT, ChiasmError, Reason, to_status
 from chiasm.rpc import limits
-from chiasm.rpc.context import accepted_request_id, accepted_trace_parent, value_of
+from chiasm.rpc.callers import CallerGuard, ServerTls, server_credentials
+from chiasm.rpc.context import accepted_request_id, caller_trace, value_of
+from chiasm.rpc.health import MAIN_WATCHES, Health, HealthServicer
+from chiasm.tracing import names, spans
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -86,6 +88,8 @@ class ServerSettings:
     connection_age_seconds: float
 
 
+# Methods that services ask of one another all the time, on nobody's behalf: their lines are noise.
+_PROBES = frozenset({"GetLoad", "GetModel"})
 # That running calls have, once what they wait for has failed, to tell it.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -113,21 +117,34 @@ class CallMetrics:
 
 
 class Server:
-    """A listening server. Health starts as NOT_SERVING; `ready` flips it."""
+    """A listening server. Health starts as NOT_SERVING; `ready` flips it.
+
+    `health` is what the process says of itself on other ports too; None: here alone. With `tls` it
+    serves mutual TLS and nothing else.
+    """
 
     def __init__(
-        self, settings: ServerSettings, service: Service, registry: CollectorRegistry
+        self,
+        settings: ServerSettings,
+        service: Service,
+        registry: CollectorRegistry,
+        *,
+        health: Health | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         self._settings = settings
         self._name = service.name
         self._metrics = CallMetrics(registry)
-        self._health = HealthServicer()
-        self._server = grpc.aio.server(options=_options(settings))
+        self._health = health or Health(service.name)
+        self._tls = tls
+        guard = [CallerGuard(tls.allowed, registry)] if tls else []
+        self._server = grpc.aio.server(options=_options(settings), interceptors=guard)
         handlers = {name: self._handler(name, method) for name, method in service.methods.items()}
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service.name, handlers),)
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        answers = HealthServicer(self._health, MAIN_WATCHES)
+        health_pb2_grpc.add_HealthServicer_to_server(answers, self._server)
         names = (service.name, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.port = 0
@@ -136,20 +153,24 @@ class Server:
     async def start(self) -> None:
         """Binds and listens. Raises OSError if the port is taken."""
         address = f"{self._settings.host}:{self._settings.port}"
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
-            self.port = self._server.add_insecure_port(address)
+            self.port = self._bind(address)
         except RuntimeError:
             raise OSError(f"cannot listen on {address}: is the port taken?") from None
         await self._server.start()
 
+    def _bind(self, address: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, server_credentials(self._tls.latest))
+
     async def ready(self) -> None:
         """Says SERVING: call it when a real answer has worked."""
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._health.set_ready(True)
 
     async def unready(self) -> None:
         """Says NOT_SERVING; calls are still served."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set_ready(False)
 
     async def drain(self) -> None:
         """Says NOT_SERVING, serves on for a while, then refuses new calls and ends the others."""
@@ -159,9 +180,9 @@ class Server:
         await self._server.stop(self._settings.grace_seconds)
 
     async def fail(self) -> None:
-        """Says NOT_SERVING and lets running calls tell what failed them, but no more than that."""
+        """Gives the process up: lets running calls tell what failed them, but no more than that."""
         self.draining = True
-        await self.unready()
+        self._health.give_up()
         await self._server.stop(_LAST_WORDS_SECONDS)
 
     async def abort(self) -> None:
@@ -172,10 +193,6 @@ class Server:
     @property
     def active_calls(self) -> int:
         return int(self._metrics.active._value.get())
-
-    async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
-        for name in ("", self._name):
-            await self._health.set(name, status)
 
     def _handler(
         self, name: str, method: UnaryMethod[Any] | StreamMethod[Any]
@@ -209,12 +226,12 @@ class Server:
     ) -> AsyncIterator[Call]:
         sent = context.invocation_metadata()
         request_id = accepted_request_id(value_of(sent, limits.REQUEST_ID))
-        trace_parent = accepted_trace_parent(value_of(sent, limits.TRACE_PARENT))
         headers = ((limits.REQUEST_ID, request_id),)
         accept = _once(lambda: context.send_initial_metadata(headers))
         call = Call(request_id, _deadline_of(context), accept, {})
+        path, begins = f"{self._name}/{name}", name not in _PROBES
         with (
-            telemetry.request_context(request_id, trace_parent),
+            telemetry.request_context(request_id, caller_trace(sent), name=path, begins=begins),
             self._recorded(name, call) as outcome,
         ):
             try:
@@ -248,6 +265,7 @@ class Server:
             self._metrics.seconds.labels(name).observe(seconds)
             self._metrics.calls.labels(name, outcome.status, outcome.reason).inc()
             outcome.log(seconds, call.notes)
+            outcome.tell_span(spans.current(), f"{self._name}/{name}")
 
 
 class _Outcome:
@@ -256,10 +274,19 @@ class _Outcome:
     def __init__(self, method: str) -> None:
         self._method = method
         self.status, self.reason, self._detail = "OK", "", ""
+        self._http_status = 200
 
     def tell(self, error: ChiasmError) -> None:
         self.status, self.reason = error.grpc_code.name, error.reason.value
         self._detail = str(error)
+        self._http_status = error.http_status
+
+    def tell_span(self, span: spans.Span, path: str) -> None:
+        if not span.recording:
+            return
+        span.put({names.RPC_SYSTEM: "grpc", names.RPC_METHOD: path, names.RPC_STATUS: self.status})
+        if self.reason:
+            spans.refused(span, self.reason, self._http_status)
 
     def bug(self) -> ChiasmError:
         telemetry.logger().exception("fault", method=self._method)
@@ -269,7 +296,9 @@ class _Outcome:
 
     def log(self, seconds: float, notes: Mapping[str, object]) -> None:
         more = {"reason": self.reason, "detail": self._detail} if self.reason else {}
-        telemetry.logger().info(
+        probe = self._method in _PROBES and not self.reason
+        log = telemetry.logger().debug if probe else telemetry.logger().info
+        log(
             "call", method=self._method, status=self.status, ms=round(seconds * 1000, 1),
             **more, **notes,
         )  # fmt: skip

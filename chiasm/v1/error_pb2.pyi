@@ -69,6 +69,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The request asks for something that this version does not do yet. INVALID_ARGUMENT."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 21
     """A fault of the server. INTERNAL; the log holds the detail beside the request id."""
+    ERROR_REASON_CALLER_NOT_ALLOWED: _ErrorReason.ValueType  # 22
+    """The caller's certificate is valid, but has none of the names that may call. PERMISSION_DENIED."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed."""
@@ -117,4 +119,6 @@ ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 20
 """The request asks for something that this version does not do yet. INVALID_ARGUMENT."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 21
 """A fault of the server. INTERNAL; the log holds the detail beside the request id."""
+ERROR_REASON_CALLER_NOT_ALLOWED: ErrorReason.ValueType  # 22
+"""The caller's certificate is valid, but has none of the names that may call. PERMISSION_DENIED."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -22,7 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chiasm import telemetry
 from chiasm.errors import ChiasmError
 from chiasm.rpc import limits
-from chiasm.rpc.context import accepted_request_id, accepted_trace_parent
+from chiasm.rpc.context import accepted_request_id
+from chiasm.tracing import names, spans
+from chiasm.tracing.w3c import TRACE_PARENT, TRACE_STATE, Trace, accepted
 from chiasm.v1 import llm_service_pb2
 from gateway.keys.allowance import CODE, Charge
 from gateway.keys.expected import expected_tokens
@@ -31,7 +33,7 @@ from gateway.metrics import GatewayMetrics, route_of
 PROBES: Final = frozenset({"/health", "/ready", "/metrics"})
 _SLASHES: Final = re.compile("/{2,}")
 _ID_HEADER: Final = limits.REQUEST_ID.encode()
-_TRACE_HEADER: Final = limits.TRACE_PARENT.encode()
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Exchange:
     status: int = 0
     reason: str = ""
     detail: str = ""
+    # That of the failure, where a stream has begun with 200 before.
+    failed_status: int = 0
     first_token_at: float = 0.0
     # Deepest nesting that a body of JSON may have.
     max_json_depth: int = 0
@@ -63,6 +67,7 @@ class Exchange:
         limited = error.metadata.get("code") == CODE
         self.reason = "RATE_LIMIT" if limited else error.reason.value
         self.detail = str(error)
+        self.failed_status = error.http_status
 
     def expect(self, *asked: llm_service_pb2.GenerateRequest) -> None:
         """Sets aside tokens of the key's limit for all that is `asked`, until the answers end.
@@ -101,13 +106,17 @@ class Observed:
                 _name(message, exchange)
             await send(message)
 
-        with telemetry.request_context(exchange.request_id, _trace_parent(scope)):
+        name, begins = _span_name(exchange), exchange.route not in PROBES
+        with telemetry.request_context(
+            exchange.request_id, _caller_trace(scope), name=name, begins=begins
+        ):
             self._metrics.active.inc()
             try:
                 await self._app(scope, receive, send_named)
             finally:
                 self._metrics.active.dec()
                 self._record(exchange)
+                _tell_span(spans.current(), exchange)
 
     def _record(self, exchange: Exchange) -> None:
         seconds = time.monotonic() - exchange.began
@@ -141,10 +150,32 @@ def _why(exchange: Exchange) -> dict[str, str]:
     return told if exchange.reason else {}
 
 
-def _trace_parent(scope: Scope) -> str:
-    """The trace that the caller is in. Two of them are none, as the standard says."""
-    claimed = [value for name, value in scope["headers"] if name == _TRACE_HEADER]
-    return accepted_trace_parent(claimed[0].strip().decode("latin-1")) if len(claimed) == 1 else ""
+def _caller_trace(scope: Scope) -> Trace:
+    """The trace that the caller is in."""
+    return accepted(_sent(scope, TRACE_PARENT), _sent(scope, TRACE_STATE))
+
+
+def _sent(scope: Scope, header: str) -> list[str]:
+    wanted = header.encode()
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+
+
+def _span_name(exchange: Exchange) -> str:
+    return f"{_method_of(exchange)} {exchange.route}"
+
+
+def _method_of(exchange: Exchange) -> str:
+    return exchange.method if exchange.method in _METHODS else "_OTHER"
+
+
+def _tell_span(span: spans.Span, exchange: Exchange) -> None:
+    if not span.recording:
+        return
+    span.put({names.HTTP_METHOD: _method_of(exchange), names.HTTP_ROUTE: exchange.route})
+    if exchange.status:
+        span.put({names.HTTP_STATUS: exchange.status})
+    if exchange.reason:
+        spans.refused(span, exchange.reason, max(exchange.status, exchange.failed_status))
 
 
 def _begin(scope: Scope) -> Exchange:

@@ -31,9 +31,14 @@ CODES: Final[Mapping[Reason, str]] = {
     Reason.UNAUTHENTICATED: "invalid_api_key",
     Reason.UNSUPPORTED: "unsupported_parameter",
     Reason.INTERNAL: "internal_error",
+    Reason.CALLER_NOT_ALLOWED: "caller_not_allowed",
 }
 _TYPES: Final = {401: "authentication_error", 429: "rate_limit_error"}
 _NO_CODE: Final = "null"
+_NOT_ALLOWED: Final = (
+    "The LLM service does not serve this gateway's certificate; whoever runs them must name it in "
+    "the service's --mtls-clients."
+)
 _RETRY_SECONDS: Final = 1.0  # where the server gave no hint
 # Clients retry every 5xx by themselves. Not these: a request that made the server fail, or that it
 # could not answer in minutes, would do the same to the next replica.
@@ -78,8 +83,10 @@ def as_http(error: ChiasmError) -> HttpError:
 def error_body(error: ChiasmError, status: int | None = None) -> dict[str, Any]:
     """The JSON of `error`, for an answer or for an event in a stream."""
     code = error.metadata.get("code") or CODES[error.reason]
+    # What the LLM service says of its caller is about this gateway, not about who reads it.
+    ours = error.reason is Reason.CALLER_NOT_ALLOWED
     return _body(
-        error.message,
+        _NOT_ALLOWED if ours else error.message,
         _type_of(status or error.http_status),
         error.field,
         None if code == _NO_CODE else code,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from chiasm.errors import ChiasmError, Reason, within
+from chiasm.tracing import names, spans
 from chiasm.v1.llm_service_pb2 import VISION_SOURCE_NONE
 from gateway.fetch.download import Downloads, forbidden
 from gateway.fetch.lookup import Lookup
@@ -86,7 +87,11 @@ class UrlPictures:
     async def _fetched(self, downloads: Downloads, target: Target, place: str, room: Room) -> bytes:
         outcome = str(Reason.CANCELLED)
         try:
-            with within(place), self.metrics.active_downloads.track_inprogress():
+            with (
+                spans.stage(names.DOWNLOAD),
+                within(place),
+                self.metrics.active_downloads.track_inprogress(),
+            ):
                 data = await downloads.fetch(target, room.take)
             outcome = "ok"
             return data

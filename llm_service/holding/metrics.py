@@ -1,6 +1,7 @@
 """What is counted of held embeddings."""
 
 from collections.abc import Callable
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -32,6 +33,11 @@ class HoldingMetrics:
         self._bytes = Gauge(
             "chiasm_llm_reference_bytes", "Bytes held for references.", registry=registry
         )
+        # There from the start, so that the first event counts as an increase.
+        for found in get_args(Found):
+            self._lookups.labels(found)
+        for cause in get_args(Cause):
+            self._dropped.labels(cause)
 
     def found(self, found: Found) -> None:
         self._lookups.labels(found).inc()

@@ -60,7 +60,7 @@ def judge(error: Exception) -> Judgement:
             return Judgement(True, "lie", Cause.LYING)
         case Silence():
             return Judgement(True, "silence", Cause.SILENT)
-        case ChiasmError(reason=Reason.NOT_READY | Reason.NO_ENCODER):
+        case ChiasmError(reason=Reason.NOT_READY | Reason.NO_ENCODER | Reason.CALLER_NOT_ALLOWED):
             return Judgement(True, "unreachable", Cause.UNREACHABLE)
         case ChiasmError(reason=Reason.ENCODER_MISMATCH):
             return Judgement(True, "foreign", Cause.FOREIGN)

@@ -21,6 +21,7 @@ from chiasm.rpc.bundle import CONNECTIONS, Bundle
 from chiasm.rpc.channel import EncoderMethods
 from chiasm.rpc.context import seconds_left
 from chiasm.rpc.embedding_stream import receive_embedding
+from chiasm.rpc.secure_channel import ClientTls
 from chiasm.tensors import BY_NAME
 from chiasm.v1 import encoder_service_pb2, image_pb2
 from llm_service.embeddings import Rows, check_embedding
@@ -63,6 +64,7 @@ class Encoder:
         on_change: Callable[[Cause | None], None],
         probe_interval: Callable[[], float],
         others_ready: Callable[["Encoder"], bool],
+        tls: ClientTls | None = None,
     ) -> None:
         self.address = address
         self.name = address
@@ -79,7 +81,7 @@ class Encoder:
         self._others_ready = others_ready
         # time.monotonic() of the last sign of life.
         self._heard_at = time.monotonic()
-        self._bundle = Bundle(address, settings.connections)
+        self._bundle = Bundle(address, settings.connections, tls)
         self._bundle.connect()
         self._calls: set[asyncio.Future[Any]] = set()
         self._idle = asyncio.Event()
@@ -280,13 +282,17 @@ class Encoder:
 
     def _read(self, reply: wire.Wired[Any], sought: Sought, began: float) -> Fetched:
         message = reply.message
+        rows = self._checked(message.embedding, reply.buffers, sought)
+        taken = time.monotonic() - began
+        claimed = message.timings.total_seconds
         return Fetched(
-            rows=self._checked(message.embedding, reply.buffers, sought),
+            rows=rows,
             origin="remote",
             encoder_name=message.encoder_name[:256] or self.address,
             encoder_cache_hit=message.source == _E.ENCODE_SOURCE_CACHE,
-            encode_seconds=message.timings.total_seconds,
-            fetch_seconds=time.monotonic() - began,
+            # NaN, which JSON has not, and times that cannot be are no times.
+            encode_seconds=claimed if 0 <= claimed <= taken else 0.0,
+            fetch_seconds=taken,
         )
 
     def _checked(

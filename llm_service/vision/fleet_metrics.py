@@ -3,11 +3,13 @@
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llm_service.vision.standing import Standing, State
+from chiasm.telemetry import DURATION_BUCKETS
+from llm_service.vision.source import Fetched
+from llm_service.vision.standing import Cause, Standing, State
 
 _STATES: tuple[State, ...] = ("unknown", "ready", "ejected", "foreign")
 
@@ -26,7 +28,23 @@ class FleetMetrics:
         )
         self.hedges = self._count("hedges", "Second attempts begun because the first was late.")
         self.ejections = self._count("ejections", "Encoders taken out, by cause.", "cause")
+        # There from the start, so that the first one counts as an increase.
+        for cause in Cause:
+            self.ejections.labels(cause.value)
         self.fallbacks = self._count("fallbacks", "Pictures given to the local tower instead.")
+        self._received = self._count("received_bytes", "Bytes of embeddings taken from encoders.")
+        self._transfer = Histogram(
+            "chiasm_llm_encoder_transfer_seconds",
+            "Time of an answered attempt beyond what the encoder says that it took: both ways "
+            "over the network and the checks.",
+            buckets=DURATION_BUCKETS,
+            registry=registry,
+        )
+
+    def received(self, fetched: Fetched) -> None:
+        """Counts an embedding that came and was found right, by one attempt."""
+        self._received.inc(fetched.rows.byte_count)
+        self._transfer.observe(fetched.fetch_seconds - fetched.encode_seconds)
 
     def watch(
         self, standings: Callable[[], Sequence[Standing]], outstanding: Callable[[], int]

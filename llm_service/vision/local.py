@@ -10,6 +10,7 @@ from chiasm.errors import ChiasmError, Reason
 from chiasm.images import ImageError, ImageLimits, decode_image
 from chiasm.models.contract import ImageForm
 from chiasm.models.vision import ImageFeatures, ImageShapeError, PixelInputs, VisionHalf
+from chiasm.tracing import names, spans
 from llm_service.embeddings import Rows, check_finite
 from llm_service.request import RawImage
 from llm_service.vision.source import Fetched, Sought
@@ -42,8 +43,12 @@ class LocalTower:
 
     async def _features(self, sought: Sought) -> ImageFeatures:
         loop = asyncio.get_running_loop()
-        pixels = await loop.run_in_executor(self._workers, self._prepare, sought.image)
-        return await loop.run_in_executor(self._tower, self._forward, pixels, sought.asked.deadline)
+        with spans.stage(names.DECODE_IMAGE):
+            pixels = await loop.run_in_executor(self._workers, self._prepare, sought.image)
+        with spans.stage(names.TOWER):
+            return await loop.run_in_executor(
+                self._tower, self._forward, pixels, sought.asked.deadline
+            )
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:

@@ -14,6 +14,9 @@ from chiasm import telemetry
 from chiasm.errors import ChiasmError, Reason
 from chiasm.models.contract import ImageContract
 from chiasm.rpc.context import seconds_left
+from chiasm.rpc.secure_channel import ClientTls
+from chiasm.tracing import names, spans
+from llm_service import traces
 from llm_service.vision.attempts import (
     Attempts,
     Latencies,
@@ -64,8 +67,10 @@ class EncoderPool:
         contract: ImageContract,
         settings: PoolSettings,
         metrics: FleetMetrics,
+        tls: ClientTls | None = None,
     ) -> None:
         self._contract = contract
+        self._tls = tls
         self._settings = settings
         self._metrics = metrics
         self._encoders: dict[str, Encoder] = {}
@@ -186,12 +191,16 @@ class EncoderPool:
     async def _judged(self, encoder: Encoder, sought: Sought, attempts: Attempts) -> Fetched:
         """One attempt, with what its end says about the encoder."""
         attempts.begin(encoder.address, time.monotonic())
-        try:
-            fetched = await encoder.ask(sought)
-        except (ChiasmError, Lie, Silence) as error:
-            self._blame(encoder, error)
-            raise
+        with spans.stage(names.ASK_ENCODER, kind="client") as span:
+            traces.asks(span, encoder.address)
+            try:
+                fetched = await encoder.ask(sought)
+            except (ChiasmError, Lie, Silence) as error:
+                self._blame(encoder, error)
+                raise
+            traces.transferred(span, fetched, time.monotonic())
         self._metrics.attempts.labels("answered").inc()
+        self._metrics.received(fetched)
         self._latencies.add(fetched.fetch_seconds)
         if too_slow(encoder.standing, self.standings()):
             encoder.eject(Cause.SLOW, f"{fetched.fetch_seconds:.2f} s for the last picture")
@@ -227,6 +236,7 @@ class EncoderPool:
             self._on_change,
             self._probe_interval,
             self._others_ready,
+            self._tls,
         )
 
     def _others_ready(self, encoder: Encoder) -> bool:

@@ -92,6 +92,9 @@ class Fleet:
     def count(self, name: str, **labels: str) -> float:
         return self._registry.get_sample_value(f"chiasm_llm_encoder_{name}_total", labels) or 0
 
+    def sample(self, name: str) -> float:
+        return self._registry.get_sample_value(name) or 0
+
     def states(self) -> list[str]:
         return sorted(one.state for one in self.pool.standings())
 
@@ -515,3 +518,29 @@ async def _until(done: Callable[[], bool], seconds: float = 5) -> None:
 def test_every_scripted_lie_is_told_by_some_test() -> None:
     tested = {*WRONG_ANSWERS, *WRONG_STREAMS, "honest", "silent", "dripping chunks", "refuses"}
     assert set(get_args(Behaviour)) == tested | {"another identity", "busy", "fails"}
+
+
+@pytest.mark.parametrize("claimed", [float("nan"), float("inf"), -1e9, 1e9])
+async def test_what_an_encoder_says_of_its_time_is_believed_only_if_it_can_be(
+    half: VisionHalf, many: list[bytes], claimed: float
+) -> None:
+    encoder = ScriptedEncoder(half)
+    encoder.claimed_seconds = claimed
+    async with fleet_of(half, encoder) as fleet:
+        await fleet.until("ready")
+        fetched = await fleet.encode(many[0])
+        sampled = fleet.sample("chiasm_llm_encoder_transfer_seconds_sum")
+    assert fetched.encode_seconds == 0
+    assert 0 < sampled < 10
+
+
+async def test_bytes_and_transfer_are_counted_once_for_each_answer_that_is_right(
+    half: VisionHalf, many: list[bytes]
+) -> None:
+    encoder = ScriptedEncoder(half)
+    encoder.seconds, encoder.claimed_seconds = 0.2, 0.1
+    async with fleet_of(half, *liar_first(half, "not finite"), encoder) as fleet:
+        await fleet.until("ready", "ready", "ready")
+        rows = [(await fleet.encode(picture)).rows for picture in many[:6]]
+        assert fleet.count("received_bytes") == sum(one.byte_count for one in rows)
+        assert fleet.sample("chiasm_llm_encoder_transfer_seconds_count") == 6

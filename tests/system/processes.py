@@ -103,6 +103,7 @@ class ServiceProcess(Process):
     Attributes:
         port: where it listens.
         metrics_port: where its `/metrics` is; the gateway's own port for the gateway.
+        health_port: of gRPC's health service in plaintext, if it has one.
     """
 
     def __init__(self, *command: str) -> None:
@@ -114,6 +115,7 @@ class ServiceProcess(Process):
             raise
         self.port: int = ready["port"]
         self.metrics_port: int = ready.get("metrics_port") or self.port
+        self.health_port: int | None = ready.get("health_port")
 
     @property
     def target(self) -> str:

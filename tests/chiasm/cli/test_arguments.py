@@ -30,7 +30,7 @@ def test_reading_a_command_line_loads_nothing_large() -> None:
     assert out.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "demo", "compare", "version"])
+@pytest.mark.parametrize("command", ["up", "demo", "compare", "plan", "version"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

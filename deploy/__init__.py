@@ -1,0 +1,1 @@
+"""What runs Chiasm elsewhere: images, manifests, monitoring, and the scripts around them."""
