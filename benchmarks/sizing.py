@@ -366,7 +366,7 @@ async def report_real(options: argparse.Namespace) -> None:
 async def _real_row(
     clients: Sequence[AsyncClient], files: Sequence[bytes], group: int, busy: float
 ) -> None:
-    seconds = await _saturated(clients[0], files[:SATURATING])
+    seconds = await _saturated(clients, files[: SATURATING * len(clients)])
     rate = busy * len(clients) / seconds
     random = np.random.default_rng(group)
     outstanding = [0] * len(clients)
@@ -399,17 +399,17 @@ async def _real_row(
     )
 
 
-async def _saturated(client: AsyncClient, files: Sequence[bytes]) -> float:
-    """Seconds a picture with some always in flight, as `chiasm plan --measure` takes them."""
+async def _saturated(clients: Sequence[AsyncClient], files: Sequence[bytes]) -> float:
+    """Seconds a picture on each of the encoders, all of which always have four in flight."""
     waiting = iter(files)
 
-    async def one_after_another() -> None:
+    async def one_after_another(client: AsyncClient) -> None:
         for file in waiting:
             await _encode(client, _renamed(file))
 
     began = time.monotonic()
-    await asyncio.gather(*(one_after_another() for _ in range(4)))
-    return (time.monotonic() - began) / len(files)
+    await asyncio.gather(*(one_after_another(client) for client in clients for _ in range(4)))
+    return (time.monotonic() - began) * len(clients) / len(files)
 
 
 async def _encode(client: AsyncClient, file: bytes) -> Kept:
