@@ -181,7 +181,7 @@ def _add_plan(commands: Any) -> None:
         "value, or VALUE:SHARE,VALUE:SHARE,... Exits with 1 if no number meets the targets.",
     )
     load = plan.add_argument_group("the load")
-    load.add_argument("--requests", type=mixes.above_zero, required=True, help="a second")
+    load.add_argument("--requests", type=mixes.within(1e-6, 1e6), required=True, help="a second")
     load.add_argument(
         "--pictures",
         type=mixes.pictures,
@@ -197,7 +197,7 @@ def _add_plan(commands: Any) -> None:
         ("text-tokens", 100.0, "of a prompt, pictures not counted"),
         ("answer-tokens", 100.0, "that an answer has on average"),
     ):
-        check = mixes.at_least_zero if name == "text-tokens" else mixes.above_zero
+        check = mixes.within(0 if name == "text-tokens" else 1, 1e7)
         load.add_argument(f"--{name}", type=check, default=value, help=f"{what} (%(default)g)")
     for name, what in {
         "cache-hits": "of pictures that the LLM service's cache has",
@@ -219,7 +219,8 @@ def _add_plan_rates(plan: argparse.ArgumentParser) -> None:
         "step-seconds": "of a step of the LLM service",
         "step-seconds-a-token": "and for each token in it (0)",
     }.items():
-        rates.add_argument(f"--{name}", type=mixes.at_least_zero, help=what)
+        check = mixes.within(0, 10) if name == "encode-variation" else mixes.seconds
+        rates.add_argument(f"--{name}", type=check, help=what)
     rates.add_argument(
         "--measure",
         action="store_true",
@@ -241,15 +242,13 @@ def _add_plan_limits(plan: argparse.ArgumentParser) -> None:
     )
     targets.add_argument(
         "--encode-wait",
-        type=mixes.above_zero,
+        type=mixes.wait,
         default=1.0,
         help="before the tower, of 95 %% of the pictures (%(default)g)",
     )
+    targets.add_argument("--token-seconds", type=mixes.wait, help="mean, token to token (any)")
     targets.add_argument(
-        "--token-seconds", type=mixes.above_zero, help="mean, token to token (any)"
-    )
-    targets.add_argument(
-        "--first-token-seconds", type=mixes.above_zero, help="mean, in the engine alone (any)"
+        "--first-token-seconds", type=mixes.wait, help="mean, in the engine alone (any)"
     )
     model = plan.add_argument_group("the model and the LLM service's settings")
     model.add_argument("--model", type=_directory, help="checkpoint directory: sizes in bytes")
@@ -260,7 +259,7 @@ def _add_plan_limits(plan: argparse.ArgumentParser) -> None:
     model.add_argument("--max-running", type=_positive, default=64, help="(%(default)d)")
     model.add_argument("--step-token-budget", type=_positive, default=512, help="(%(default)d)")
     model.add_argument(
-        "--decode-stretch", type=mixes.at_least_zero, default=1.5, help="(%(default)g)"
+        "--decode-stretch", type=mixes.within(0, 1000), default=1.5, help="(%(default)g)"
     )
 
 

@@ -16,6 +16,8 @@ Size = tuple[int, int]
 MOST_PICTURES: Final = 64
 MOST_ROWS: Final = 1_000_000
 MOST_SIDE: Final = 100_000
+LEAST_SECONDS: Final = 1e-9
+MOST_SECONDS: Final = 10_000.0
 _SIZE: Final = re.compile(r"(\d+)x(\d+)")
 
 
@@ -45,18 +47,34 @@ def pictures(text: str) -> tuple[float, ...]:
     return (0.0,) * whole + ((1 - more, more) if more else (1.0,))
 
 
-def above_zero(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+def wait(text: str) -> float:
+    """A time to be kept."""
+    number = seconds(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError("a time to be kept is above 0")
     return number
 
 
-def at_least_zero(text: str) -> float:
+def seconds(text: str) -> float:
+    """0, or a time that work can take."""
     number = _number(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    if number != 0 and not LEAST_SECONDS <= number <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no time of work: 0, or {LEAST_SECONDS:g} to {MOST_SECONDS:g} s"
+        )
     return number
+
+
+def within(least: float, most: float) -> Callable[[str], float]:
+    """A number with both bounds, which are named where it is outside."""
+
+    def read(text: str) -> float:
+        number = _number(text)
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not within {least:g} to {most:g}")
+        return number
+
+    return read
 
 
 def share(text: str) -> float:

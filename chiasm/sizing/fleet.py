@@ -19,6 +19,8 @@ T = TypeVar("T")
 _LITTLE_BUSY: Final = 0.45
 # Beyond it no model holds: a load that differs by a few hundredths waits twice as long.
 _VERY_BUSY: Final = 0.96
+# What the model was compared with a simulation for.
+_MOST_VARIATION: Final = 2.0
 # Steps of a full budget over steps of one token, where answers without a stretch are lumped.
 _LUMPED: Final = 10
 
@@ -228,6 +230,8 @@ def _encoders(traffic: Traffic, rates: Rates, targets: Targets) -> Encoders:
         )
 
     least = max(math.ceil(load.work / targets.busy - 1e-9), 1)
+    if least > MOST_SERVERS:
+        raise Impossible(_too_many("encoders"))
     needed = _fewest(least, lambda replicas: choice(replicas).fault, _why_no_encoders(targets))
     return Encoders(needed, load.seconds, load.variation, _around(needed, choice))
 
@@ -275,6 +279,8 @@ def _llm_services(
         memory = tokens * shape.kv_token_bytes if shape.kv_token_bytes else None
         return AnswerChoice(replicas, seen, memory, _too_slow(seen, targets))
 
+    if choice(MOST_SERVERS).fault in ("overload", "too busy"):
+        raise Impossible(_too_many("LLM services"))
     why = (
         f"no number of LLM services up to {MOST_SERVERS} keeps the targets: alone, a token takes "
         f"{rates.step.fixed + rates.step.each:.3g} s and a prompt at least "
@@ -283,6 +289,10 @@ def _llm_services(
     )
     needed = _fewest(1, lambda replicas: choice(replicas).fault, why)
     return LlmServices(needed, _around(needed, choice))
+
+
+def _too_many(what: str) -> str:
+    return f"more than {MOST_SERVERS} {what} would be needed; give --requests of a part of the load"
 
 
 def _prompt_variation(traffic: Traffic) -> float:
@@ -330,6 +340,8 @@ def _notes(
         chosen = next(one for one in encoders.choices if one.replicas == encoders.needed)
         if chosen.busy < _LITTLE_BUSY:
             yield "encoders are little busy: waits may be half a picture's own time longer"
+        if encoders.variation > _MOST_VARIATION:
+            yield f"pictures take times that vary much ({encoders.variation:.1f}): waits are rough"
         if chosen.busy > _VERY_BUSY:
             yield "encoders are nearly full: waits depend on hundredths of the load"
         if services.needed > 1 and encoders.needed > 2:

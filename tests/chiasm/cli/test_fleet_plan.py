@@ -63,7 +63,11 @@ def ended(words: list[str]) -> object:
     ("words", "code", "said"),
     [
         (["plan"], 2, "--requests"),
-        (["plan", "--requests", "0", *STEP], 2, "argument --requests: 0 is not above 0"),
+        (
+            ["plan", "--requests", "0", *STEP],
+            2,
+            "argument --requests: 0 is not within 1e-06 to 1e+06",
+        ),
         (["plan", "--requests", "nan", *STEP], 2, "nan is not a finite number"),
         (["plan", "--requests", "1", *STEP], 2, "--rows or --sizes must say"),
         (["plan", "--requests", "1", "--rows", "5", *STEP], 2, "--encode-seconds must say"),
@@ -84,6 +88,12 @@ def ended(words: list[str]) -> object:
         ([*LOAD, *RATES, "--kv-bytes", "5"], 2, "--kv-bytes needs --model or --kv-bytes-a-token"),
         ([*LOAD, *RATES, "--decode-stretch", "0.5"], 2, "--decode-stretch must be above 1"),
         ([*LOAD, *RATES, "--max-running", "1000"], 2, "--step-token-budget must be at least"),
+        ([*LOAD, *RATES, "--encode-wait", "0"], 2, "argument --encode-wait: a time to be kept"),
+        ([*LOAD, *RATES, "--encode-seconds", "1e300"], 2, "argument --encode-seconds: 1e300 is no"),
+        ([*LOAD, *RATES, "--encode-seconds-a-row", "1e-300"], 2, "is no time of work"),
+        ([*LOAD, *RATES, "--encode-variation", "1e6"], 2, "is not within 0 to 10"),
+        ([*LOAD, *RATES, "--requests", "1e6"], 1, "more than 4096 encoders"),
+        ([*LOAD, *RATES, "--text-tokens", "1e7"], 1, "more than 4096 LLM services"),
         ([*LOAD, *RATES, "--encode-wait", "1e-9"], 1, "raise --encode-wait"),
         ([*LOAD, *RATES, "--token-seconds", "1e-9"], 1, "raise --token-seconds"),
         (

@@ -92,7 +92,8 @@ def llama(engine: str) -> Any:
 
 @contextmanager
 def started(engine: str, model: Any, settings: EngineSettings | None = None) -> Iterator[Running]:
-    with running(model, settings) as system:
+    # No prompt waits for the sake of the answers: how long it would depends on the machine's load.
+    with running(model, settings or EngineSettings(kv_bytes=4 << 20, decode_stretch=0)) as system:
         assert system.engine._runner.native is (engine == "native")
         yield system
 
