@@ -100,13 +100,15 @@ async def running(settings: LlmSettings) -> AsyncIterator[Running]:
     registry = telemetry.new_registry()
     health = Health(SERVICE)
     certificates = certificates_of(settings.mtls_files)
-    async with (
-        followed(certificates, registry),
-        # Probes are answered while the model is loaded, which no other port is.
-        health_port(health, settings.host, settings.health_port) as probe_port,
-        _loaded(settings, registry, health, certificates, probe_port) as service,
-    ):
-        yield service
+    # Probes and scrapes are answered while the model is loaded, which no call is.
+    with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as metrics_port:
+        async with (
+            followed(certificates, registry),
+            health_port(health, settings.host, settings.health_port) as probe_port,
+            _loaded(settings, registry, health, certificates) as parts,
+        ):
+            server, servicer, engine, broken = parts
+            yield Running(server, servicer, engine, broken, metrics_port, probe_port)
 
 
 @asynccontextmanager
@@ -115,8 +117,7 @@ async def _loaded(
     registry: CollectorRegistry,
     health: Health,
     certificates: Certificates | None,
-    probe_port: int | None,
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[tuple[Server, LlmServicer, Engine, asyncio.Event]]:
     torch.set_num_threads(settings.torch_threads)
     model = await asyncio.to_thread(_load_language, settings)
     async with _workers(settings) as workers, _engine(settings, model, registry) as run:
@@ -155,12 +156,11 @@ async def _loaded(
                 health=health,
                 tls=_server_tls(settings, certificates),
             )
-            with telemetry.served_metrics(registry, settings.host, settings.metrics_port) as port:
-                await server.start()
-                await asyncio.to_thread(_prove, engine, model)
-                await server.ready()
-                yield Running(server, servicer, engine, broken, port, probe_port)
-                await server.abort()
+            await server.start()
+            await asyncio.to_thread(_prove, engine, model)
+            await server.ready()
+            yield server, servicer, engine, broken
+            await server.abort()
         finally:
             await constraints.close()
             await holding.close()

@@ -215,7 +215,10 @@ class Certificates:
                 text = "the certificate of --mtls-cert has expired; peers refuse it"
                 telemetry.logger().error(text, names=self._material.names)
             await asyncio.sleep(_LOOK_SECONDS)
-            await asyncio.to_thread(self.look)
+            try:
+                await asyncio.to_thread(self.look)
+            except Exception:  # the next look may go well
+                telemetry.logger().exception("cannot look at the mTLS files")
 
     def _count(self, registry: CollectorRegistry) -> None:
         expiry = Gauge(

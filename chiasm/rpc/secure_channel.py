@@ -149,10 +149,10 @@ class SecureChannel(grpc.aio.Channel):
     async def close(self, grace: float | None = None) -> None:
         """Closes at once, or after `grace` seconds for running calls."""
         tasks = tuple(self._tasks)
-        await self._line.channel.close(grace)
-        for task in tasks:
+        for task in tasks:  # first, or one of them might open another channel
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._line.channel.close(grace)
 
     async def __aenter__(self) -> Self:
         return self

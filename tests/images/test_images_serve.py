@@ -75,6 +75,17 @@ def own_system() -> Iterator[System]:
         yield three
 
 
+def wait_answered(three: System, seconds: float) -> None:
+    """Until a picture is answered."""
+    deadline = time.monotonic() + seconds
+    body = question("What shape is it?", "star.png")
+    with three.client() as client:
+        while (status := client.post("/v1/chat/completions", json=body).status_code) == 503:
+            assert time.monotonic() < deadline, "no encoder was found"
+            time.sleep(0.5)
+        assert status == 200
+
+
 @contextmanager
 def running() -> Iterator[System]:
     model = [*MEMORY, "--volume", MODEL]
@@ -93,6 +104,8 @@ def running() -> Iterator[System]:
             wait_healthy(container, 120)
         three = System(encoder, llm, gateway, f"http://{gateway.port(8000)}")
         three.wait_ready(120)
+        # /ready speaks of the LLM service; that has yet to find its encoder.
+        wait_answered(three, 60)
         yield three
 
 
