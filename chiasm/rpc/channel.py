@@ -106,7 +106,7 @@ class OpenStream(Generic[Response]):
         with told_errors():
             if value_of(await self._call.initial_metadata(), limits.REQUEST_ID) is not None:
                 return
-            received = await self._call.read()
+            received = await self._next()
             if received is not grpc.aio.EOF:
                 self._first.append(received)
 

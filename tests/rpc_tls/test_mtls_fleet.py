@@ -43,11 +43,6 @@ POOL = PoolSettings(EncoderSettings(1.0, 5.0), attempts=3, wait_seconds=2.0, hed
 
 
 @pytest.fixture(scope="module")
-def ca() -> Authority:
-    return Authority()
-
-
-@pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory) -> VisionHalf:
     torch.set_num_threads(1)
     directory = build_tiny_llava(tmp_path_factory.mktemp("mtls") / "tiny", context_length=512)

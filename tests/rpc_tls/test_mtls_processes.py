@@ -26,11 +26,6 @@ NAMES = {"gateway": "chiasm-gateway", "llm": "chiasm-llm", "encoder": "chiasm-en
 
 
 @pytest.fixture(scope="module")
-def ca() -> Authority:
-    return Authority()
-
-
-@pytest.fixture(scope="module")
 def files(ca: Authority, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     root = tmp_path_factory.mktemp("mtls")
     wanted = {**NAMES, "tool": "some-tool", "stranger": "stranger"}

@@ -33,21 +33,6 @@ from tests.rpc_tls.tiny_service import (
 )
 
 
-@pytest.fixture(scope="module")
-def ca() -> Authority:
-    return Authority()
-
-
-@pytest.fixture
-def server_files(ca: Authority, tmp_path: Path) -> Files:
-    return ca.files(tmp_path / "server", SERVER)
-
-
-@pytest.fixture
-def client_files(ca: Authority, tmp_path: Path) -> Files:
-    return ca.files(tmp_path / "client", CLIENT)
-
-
 async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
     async with asyncio.timeout(seconds):
         while not condition():

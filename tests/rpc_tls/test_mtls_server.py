@@ -37,21 +37,6 @@ from tests.rpc_tls.tiny_service import (
 OTHER = Authority()
 
 
-@pytest.fixture(scope="module")
-def ca() -> Authority:
-    return Authority()
-
-
-@pytest.fixture
-def server_files(ca: Authority, tmp_path: Path) -> Files:
-    return ca.files(tmp_path / "server", SERVER)
-
-
-@pytest.fixture
-def client_files(ca: Authority, tmp_path: Path) -> Files:
-    return ca.files(tmp_path / "client", CLIENT)
-
-
 @pytest.mark.parametrize(
     ("allowed", "name"),
     [(CLIENT, CLIENT), (f"{SPIFFE}, other", SPIFFE), ("CHIASM-LLM", CLIENT)],

@@ -17,11 +17,6 @@ from llm_service.settings import LlmSettings
 from tests.rpc_tls.authority import CLIENT, Authority, Files
 
 
-@pytest.fixture(scope="module")
-def ca() -> Authority:
-    return Authority()
-
-
 @pytest.fixture
 def files(ca: Authority, tmp_path: Path) -> Files:
     return ca.files(tmp_path / "files", "chiasm-gateway")
