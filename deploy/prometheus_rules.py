@@ -1,10 +1,13 @@
 """Writes the rules of `deploy/monitoring/rules` as the PrometheusRule of the monitoring component.
 
-    python -m deploy.prometheus_rules
+    python -m deploy.prometheus_rules [--runbooks URL] [--output FILE]
 
-Kustomize cannot read a YAML file into a field, hence the copy; a test compares the two.
+Kustomize cannot read a YAML file into a field, hence the copy; a test compares the two. Each alert
+names its section of the operations guide, from this repository's root (`runbook`). Alertmanager and
+Grafana make a link of `runbook_url` alone, which needs to know where the guide can be read.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,11 +41,49 @@ def prometheus_rule(folder: Path) -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def with_links(rule: dict[str, Any], runbooks: str) -> dict[str, Any]:
+    """`rule` whose alerts have a `runbook_url`, the repository's files being under `runbooks`."""
+    groups = [
+        {**group, "rules": [_linked(one, runbooks) for one in group["rules"]]}
+        for group in rule["spec"]["groups"]
+    ]
+    return {**rule, "spec": {"groups": groups}}
+
+
+def _linked(rule: dict[str, Any], runbooks: str) -> dict[str, Any]:
+    said = rule.get("annotations", {})
+    if "runbook" not in said:
+        return rule
+    link = f"{runbooks.rstrip('/')}/{said['runbook']}"
+    return {**rule, "annotations": {**said, "runbook_url": link}}
+
+
+def text(runbooks: str | None = None) -> str:
     """What belongs in the component's file."""
     rule = prometheus_rule(RULES)
+    if runbooks is not None:
+        rule = with_links(rule, runbooks)
     return _NOTE + yaml.safe_dump(rule, sort_keys=False, allow_unicode=True, width=100)
 
 
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.prometheus_rules",
+        description="Writes the alert and recording rules as a PrometheusRule of Kubernetes.",
+    )
+    parser.add_argument(
+        "--runbooks",
+        metavar="URL",
+        help="where this repository's files can be read, such as https://git.example/chiasm/blob/v1:"
+        " each alert then links its section of the operations guide",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=WRITTEN, metavar="FILE", help="(%(default)s)"
+    )
+    asked = parser.parse_args()
+    asked.output.write_text(text(asked.runbooks), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    WRITTEN.write_text(text(), encoding="utf-8")
+    main()

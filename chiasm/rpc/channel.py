@@ -14,6 +14,7 @@ from chiasm import wire
 from chiasm.errors import from_rpc_error
 from chiasm.rpc import limits
 from chiasm.rpc.context import traced, value_of
+from chiasm.rpc.lined_channel import PlainChannel
 from chiasm.rpc.secure_channel import ClientTls, SecureChannel, SecureSyncChannel
 from chiasm.v1 import encoder_service_pb2, llm_service_pb2
 
@@ -57,12 +58,13 @@ def options() -> list[tuple[str, Any]]:
 def open_channel(target: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
     """A channel to `target` (`host:port`, or `dns:///name:port` to reach every address).
 
-    Plaintext, or mutual TLS with `tls`. The connection is made at the first call. Close the channel
-    on the loop that opened it.
+    Plaintext, or mutual TLS with `tls`. The connection is made at the first call; one that reaches
+    nobody for some seconds is given up for a new one (`lined_channel`). Close the channel on the
+    loop that opened it.
     """
     if tls is not None:
         return SecureChannel(target, tls, options())
-    return grpc.aio.insecure_channel(target, options=options())
+    return PlainChannel(target, options())
 
 
 def open_sync_channel(target: str, tls: ClientTls | None = None) -> grpc.Channel:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from typing import Any, Final
 
 import pytest
@@ -27,6 +29,19 @@ def test_two_groups_of_one_name_are_refused(tmp_path: Any) -> None:
         (tmp_path / f"{name}.yaml").write_text("groups: [{name: same, rules: []}]")
     with pytest.raises(ValueError, match="two groups of one name"):
         prometheus_rules.prometheus_rule(tmp_path)
+
+
+def test_alerts_link_the_guide_where_an_operator_can_read_it(tmp_path: Any) -> None:
+    file = tmp_path / "rules.yaml"
+    sent = ["--runbooks", "https://git.example/chiasm/", "--output", str(file)]
+    subprocess.run([sys.executable, "-m", "deploy.prometheus_rules", *sent], check=True)
+    groups = yaml.safe_load(file.read_text(encoding="utf-8"))["spec"]["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert alerts
+    for alert in alerts:
+        page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+        assert page == "https://git.example/chiasm/docs/operations.md"
+        assert anchor == f"alert-{alert['alert'].lower()}"
 
 
 @needs_kubectl

@@ -77,7 +77,7 @@ def test_every_alert_is_tested_for_firing_and_for_silence() -> None:
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_an_alert_says_what_to_do(alert: dict[str, Any]) -> None:
     said = alert["annotations"]
-    assert set(said) == {"summary", "description", "runbook_url"}
+    assert set(said) == {"summary", "description", "runbook"}
     assert all(said[name].endswith(".") for name in ("summary", "description"))
-    assert said["runbook_url"] == f"docs/operations.md#alert-{alert['alert'].lower()}"
+    assert said["runbook"] == f"docs/operations.md#alert-{alert['alert'].lower()}"
     assert alert["labels"]["severity"] in {"critical", "warning"}

@@ -40,7 +40,7 @@ def test_each_alert_has_a_section_with_steps_and_no_section_is_left_over() -> No
     assert {f"alert-{rule['alert'].lower()}" for rule in alerts()} == sections().keys()
     for rule in alerts():
         anchor = f"alert-{rule['alert'].lower()}"
-        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{anchor}"
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{anchor}"
         assert f"**{rule['alert']}**" in sections()[anchor]
         assert "\n1. " in sections()[anchor]
 
